@@ -25,8 +25,8 @@ ROOT = HERE.parents[1]
 PARTS = ("tests", "probe", "bits", "features", "models")
 NAMES = ("resnet50", "vgg16", "vit_b_16", "gpt2")
 SHARES = (0.5, 1.1, 0.0, 0.25, 0.75)
-"""How far each budget lies on the way from the smallest that works to the plain peak, or beyond; in the order of running,
-so that what time cuts off is the same for every model."""
+"""How far each budget lies on the way from the smallest that works to the plain peak, or beyond it; in the order of
+running, so that what time cuts off is the same for every model."""
 
 WHOLE_SECONDS = 525.0
 LIMITS = {
