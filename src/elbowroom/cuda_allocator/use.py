@@ -16,6 +16,7 @@ from elbowroom.cuda_allocator.learning import RequestPlanner
 from elbowroom.cuda_allocator.library import Counts, Memory
 from elbowroom.cuda_allocator.statistics import nest_statistics
 from elbowroom.errors import UsageError
+from elbowroom.native import library
 from elbowroom.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -213,6 +214,12 @@ def find_runtime() -> str:
 def _answer_statistics(memory: Memory) -> None:
     """Make `torch.cuda.memory_stats`, and functions built on it, work: PyTorch raises for pluggable allocators."""
     bindings: Any = torch._C
+
+    def count_bytes() -> tuple[int, int]:
+        counts = memory.count(torch.cuda.current_device())
+        return counts.allocated_bytes, counts.allocated_peak_bytes
+
+    library.load().set_count_device_bytes(count_bytes)
     bindings._cuda_memoryStats = lambda device: nest_statistics(memory.count(device))
     bindings._cuda_resetPeakMemoryStats = memory.reset_peaks
     bindings._cuda_resetAccumulatedMemoryStats = lambda device: None  # accumulated statistics are not counted

@@ -82,16 +82,8 @@ class Ledger(Protocol):
         """
         ...
 
-    def expect_growth(self, op: str, nbytes: int) -> int:
-        """Return the bytes that an op may take: as many as its arguments, or as it took before."""
-        ...
-
-    def begin_unrefused(self, op: str, nbytes: int) -> None:
-        """Refuse an op, with arguments of `nbytes`, nothing until `end_unrefused`."""
-        ...
-
-    def end_unrefused(self) -> None:
-        """Limit requests again, and remember what the op took."""
+    def lift_limit(self) -> None:
+        """Refuse no request until the limit is set again, unless the device is full."""
         ...
 
     def make_room(self) -> None:
@@ -182,14 +174,8 @@ class CpuLedger:
     def raise_limit(self) -> bool:
         return False
 
-    def expect_growth(self, op: str, nbytes: int) -> int:
-        return nbytes
-
-    def begin_unrefused(self, op: str, nbytes: int) -> None:
+    def lift_limit(self) -> None:
         pass  # requests are refused before anything has happened
-
-    def end_unrefused(self) -> None:
-        pass
 
     def make_room(self) -> None:
         pass  # room is made before requests are refused
@@ -269,8 +255,6 @@ class CudaLedger:
         self._make_room: MakeRoom | None = None
         self._limit_bytes = NO_LIMIT
         self._beyond_bytes = 0  # may be reserved beyond the limit
-        self._growth: dict[tuple[str, int], int] = {}
-        self._unrefused: list[tuple[tuple[str, int], int, int]] = []  # op and bytes, live bytes, and the peak so far
         self.moved_bytes = 0
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -302,21 +286,9 @@ class CudaLedger:
         self._limit_reserved()
         return True
 
-    def expect_growth(self, op: str, nbytes: int) -> int:
-        return max(nbytes, self._growth.get((op, nbytes), 0))
-
-    def begin_unrefused(self, op: str, nbytes: int) -> None:
-        peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        self._unrefused.append(((op, nbytes), self.live_bytes, peak_bytes))
+    def lift_limit(self) -> None:
         if self._fraction is not None:
             torch.cuda.set_per_process_memory_fraction(self._fraction, self._device)
-
-    def end_unrefused(self) -> None:
-        key, live_bytes, former_bytes = self._unrefused.pop()
-        peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        if peak_bytes > former_bytes:  # of this op
-            self._growth[key] = max(self._growth.get(key, 0), peak_bytes - live_bytes)
-        self._limit_reserved()
 
     def _limit_reserved(self) -> None:
         if self._fraction is not None:

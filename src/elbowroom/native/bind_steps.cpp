@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "device_bytes.h"
 #include "ledger.h"
 #include "op_arguments.h"
 #include "op_watch.h"
@@ -64,13 +65,16 @@ std::shared_ptr<OpWatch> make_watch(
     method.call([&](const py::object& move) { move(position, is_before); });
   };
   if (table->scope == nullptr) {
-    callbacks.make_room = [method = Method(host, "make_room_for")](const std::string& op) {
+    callbacks.make_room = [method = Method(host, "make_room_for")](const std::string& op, int64_t nbytes) {
       bool is_made = false;
-      method.call([&](const py::object& ask) { is_made = ask(op).cast<bool>(); });
+      method.call([&](const py::object& ask) { is_made = ask(op, nbytes).cast<bool>(); });
       return is_made;
     };
-    callbacks.begin_unrefused = [method = Method(host, "begin_unrefused")](const std::string& op, int64_t nbytes) {
-      method.call([&](const py::object& begin) { begin(op, nbytes); });
+    callbacks.prepare_room = [method = Method(host, "prepare_room")](const std::string& op, int64_t nbytes) {
+      method.call([&](const py::object& prepare) { prepare(op, nbytes); });
+    };
+    callbacks.begin_unrefused = [method = Method(host, "begin_unrefused")] {
+      method.call([&](const py::object& begin) { begin(); });
     };
     callbacks.end_unrefused = [method = Method(host, "end_unrefused")] {
       method.call([&](const py::object& end) { end(); });
@@ -267,6 +271,16 @@ void bind_watch(py::module_& module) {
           "limit_bytes", [](const OpWatch& watch) { return watch.limit_bytes.load(); },
           [](OpWatch& watch, int64_t nbytes) { watch.limit_bytes = nbytes; });
   module.def("set_watchers", &set_watchers, py::arg("watchers"), "Set the watchers that run every op of this thread.");
+  module.def(
+      "set_count_device_bytes",
+      [](const py::function& count) {
+        PyObject* const callable = py::object(count).release().ptr();  // never freed: a thread may be calling it
+        set_count_device_bytes([callable] {
+          const PythonCall call;
+          return call.make([&] { return py::handle(callable)(); }).cast<std::pair<int64_t, int64_t>>();
+        });
+      },
+      py::arg("count"), "Set a function that returns the live bytes and their peak, for a device's allocator that does not count.");
   module.def("get_watchers", &get_watchers, "Return the watchers of this thread.");
   module.def("get_active_watchers", &get_active_watchers, "Return the watchers that would run an op now.");
   module.def("is_above_modes", [] { return IS_ABOVE_MODES; }, "Return whether watchers see ops before dispatch modes and tensor subclasses do.");

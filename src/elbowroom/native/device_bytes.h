@@ -1,27 +1,29 @@
-// Bytes that the allocator of an accelerator has handed out.
+// Bytes that the allocator of an accelerator has handed out, and how many each kind of op takes.
 #pragma once
 
-#include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/Exception.h>
+#include <c10/core/Device.h>
 
-#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
 
 namespace elbowroom {
 
-// Of the current device of that type; 0 if its allocator, being a pluggable one, does not count.
-inline int64_t count_device_bytes(c10::DeviceType type) {
-  static std::atomic<bool> has_counts{true};
-  if (!has_counts) return 0;
-  try {
-    using c10::CachingAllocator::StatType;
-    const c10::impl::VirtualGuardImpl current(type);
-    const auto counts = c10::getDeviceAllocator(type)->getDeviceStats(current.getDevice().index());
-    return counts.allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)].current;
-  } catch (const c10::Error&) {
-    has_counts = false;
-    return 0;
-  }
-}
+struct DeviceBytes {
+  int64_t live = 0, peak = 0;
+};
+
+// Of the current device of that type.
+DeviceBytes count_device_bytes(c10::DeviceType type);
+
+// Sets a function that returns the live bytes and their peak, for an allocator that does not count.
+void set_count_device_bytes(std::function<std::pair<int64_t, int64_t>()> count);
+
+// The most bytes that an op with arguments of `nbytes` took so far; `unknown` if it was not seen.
+int64_t find_growth(const std::string& op, int64_t nbytes, int64_t unknown);
+
+// Remembers what an op took.
+void note_growth(const std::string& op, int64_t nbytes, const DeviceBytes& before, const DeviceBytes& after);
 
 }  // namespace elbowroom

@@ -4,11 +4,9 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include "device_bytes.h"
-#include "former_contents.h"
 #include "ledger.h"
 #include "op_arguments.h"
 #include "python_call.h"
@@ -37,19 +35,53 @@ bool is_out_of_memory(python_error& error) {
 }  // namespace
 
 void OpWatch::call(
-    const OpKind& kind, at::TensorList written, c10::function_ref<void()> next, const std::function<void()>* restore) {
+    const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next,
+    const std::function<void()>* restore) {
+  if (!limits_device()) return retry(kind, written, nbytes, next, restore);
+  const bool is_repeated = restore != nullptr && !kind.has_other_ways;
+  run_within_limit(kind.name, nbytes, is_repeated, [&] {
+    retry(kind, written, nbytes, next, is_repeated ? restore : nullptr);
+  });
+}
+
+void OpWatch::run_within_limit(
+    const std::string& name, int64_t nbytes, bool is_repeated, c10::function_ref<void()> next) const {
+  // An op that is seen for the first time takes about as much as its arguments. If it is repeated after a refusal, it
+  // need not be guessed.
+  const int64_t growth = find_growth(name, nbytes, is_repeated ? 0 : nbytes);
+  if (count_device_bytes(device_).live + growth > limit_bytes) callbacks_.prepare_room(name, growth);
+  const DeviceBytes before = count_device_bytes(device_);
+  if (!is_repeated) callbacks_.begin_unrefused();
+  try {
+    next();
+  } catch (...) {
+    if (!is_repeated) callbacks_.end_unrefused();
+    throw;
+  }
+  if (!is_repeated) callbacks_.end_unrefused();
+  const DeviceBytes after = count_device_bytes(device_);
+  note_growth(name, nbytes, before, after);
+  if (after.live > limit_bytes) callbacks_.keep_budget(name);
+}
+
+void OpWatch::retry(
+    const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next,
+    const std::function<void()>* restore) {
   const Running running(kind.name);
+  const auto makes_room = [&] {
+    return restore != nullptr && callbacks_.make_room(kind.name, find_growth(kind.name, nbytes, nbytes));
+  };
   for (;;) {
     try {
       return next();
     } catch (const c10::OutOfMemoryError&) {
-      if (restore == nullptr || !callbacks_.make_room(kind.name)) {
+      if (!makes_room()) {
         forget_ops(written);
         throw;
       }
       (*restore)();
     } catch (python_error& error) {  // of the device, too, if another watcher runs the op in Python
-      if (restore == nullptr || !is_out_of_memory(error) || !callbacks_.make_room(kind.name)) {
+      if (!is_out_of_memory(error) || !makes_room()) {
         forget_ops(written);
         throw;
       }
@@ -61,34 +93,19 @@ void OpWatch::call(
   }
 }
 
-void OpWatch::run_unrefused(const std::string& name, int64_t nbytes, c10::function_ref<void()> next) const {
-  callbacks_.begin_unrefused(name, nbytes);
-  try {
-    next();
-  } catch (...) {
-    callbacks_.end_unrefused();
-    throw;
-  }
-  callbacks_.end_unrefused();
-}
-
-void OpWatch::keep_budget(const std::string& name) const {
-  if (limit_bytes < NEVER && count_device_bytes(device_) > limit_bytes) callbacks_.keep_budget(name);
-}
-
-void OpWatch::run_unrecorded(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next) {
+void OpWatch::run_unrecorded(
+    const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next) {
   if (kind.is_idle) return next();
   if (!written.empty()) tell(callbacks_.before_write, written);
   static const std::function<void()> nothing = [] {};
-  call(kind, written, next, may_retry(kind, written) ? &nothing : nullptr);
-  keep_budget(kind.name);
+  call(kind, written, nbytes, next, may_retry(kind, written) ? &nothing : nullptr);
   if (!written.empty()) tell(callbacks_.after_write, written, true);
   table_->sweep_if_many();
 }
 
 void OpWatch::run_sliced(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next) {
   if (!written.empty()) tell(callbacks_.before_write, written);
-  call(kind, written, next, nullptr);
+  retry(kind, written, 0, next, nullptr);
   if (!written.empty()) tell(callbacks_.after_write, written, true);
 }
 
@@ -102,55 +119,43 @@ void OpWatch::run(
   const Written written = kind.may_write ? list_written(kind, arguments, count) : Written();
   const bool is_recorded = may_record(counted, keys) && kind.may_be_replayed(arguments, count);
   std::vector<c10::IValue> given;
-  const bool is_simple = may_retry(kind, written), is_undone = !is_simple && may_undo(kind);
   // Whether the op is recorded may depend on the bytes of its results.
-  if (is_simple || is_undone || (is_recorded && written.empty())) given.assign(arguments, arguments + count);
-  if (!is_recorded && given.empty()) return run_unrecorded(kind, written, next);
+  if (may_retry(kind, written) || (is_recorded && written.empty())) given.assign(arguments, arguments + count);
+  const int64_t nbytes = limits_device() ? count_boxed_bytes(arguments, count) : 0;
+  if (!is_recorded && given.empty()) return run_unrecorded(kind, written, nbytes, next);
   if (is_recorded) count_inputs(arguments, count);  // first: if there is no room, nothing has happened yet
   if (!written.empty()) tell(callbacks_.before_write, written);
   RecordedOpPtr recorded;
   if (is_recorded && !written.empty()) recorded = describe(op, kind, arguments, count, counted.tick);
   std::function<void()> restore;
-  std::optional<FormerStatistics> statistics;
-  std::optional<FormerOffset> offset;
-  if (is_undone) {
-    statistics.emplace(kind, arguments, count);
-    offset.emplace(kind, device_, arguments, count);
-  }
-  if (is_simple || is_undone) {
+  if (may_retry(kind, written)) {
     restore = [&] {
-      if (statistics) statistics->restore(), offset->restore();
       stack->resize(below);
       stack->insert(stack->end(), given.begin(), given.end());
     };
   }
   const int64_t live_before = scope_ == nullptr ? 0 : scope_->begin_op();
   const double begin = read_clock_seconds() - get_thread().lost_seconds;
-  const auto run_whole = [&] { call(kind, written, next, restore ? &restore : nullptr); };
-  if (limit_bytes < NEVER && (!restore || kind.has_other_ways)) {
-    run_unrefused(kind.name, count_boxed_bytes(arguments, count), run_whole);
-  } else {
-    run_whole();
-  }
+  call(kind, written, nbytes, next, restore ? &restore : nullptr);
   const double seconds = read_clock_seconds() - get_thread().lost_seconds - begin;
   if (is_recorded && !recorded) {
-    int64_t nbytes = 0;
+    int64_t made_bytes = 0;
     for (size_t i = stack->size() - returned; i < stack->size(); ++i) {
       visit_tensors((*stack)[i], [&](const at::Tensor& tensor) {
-        if (const c10::StorageImpl* storage = find_storage(tensor)) nbytes += static_cast<int64_t>(storage->nbytes());
+        if (const c10::StorageImpl* storage = find_storage(tensor)) made_bytes += static_cast<int64_t>(storage->nbytes());
       });
     }
-    if (written.empty() && (counted.tick >= 0 || kind.is_source || nbytes >= least_bytes_)) {
+    if (written.empty() && (counted.tick >= 0 || kind.is_source || made_bytes >= least_bytes_)) {
       recorded = describe(op, kind, given.data(), count, counted.tick);
     }
   }
   given.clear();
-  keep_budget(kind.name);
   if (recorded) {
     ++recorded_ops_;
     recorded->seconds = seconds;
     recorded->place = counted.place;
-    recorded->inner_bytes = scope_ == nullptr ? 0 : std::max<int64_t>(0, scope_->op_peak_bytes() - live_before);
+    const int64_t inner_bytes = scope_ == nullptr ? find_growth(kind.name, nbytes, 0) : scope_->op_peak_bytes() - live_before;
+    recorded->inner_bytes = std::max<int64_t>(0, inner_bytes);
   }
   if (recorded || !written.empty()) put_down(std::move(recorded), *stack, returned, written, counted.tick);
   if (!written.empty()) tell(callbacks_.after_write, written);
@@ -165,8 +170,8 @@ void OpWatch::run_region(
   tell(callbacks_.before_write, written);
   try {
     const Running running(name);
-    if (limit_bytes < NEVER) {
-      run_unrefused(name, nbytes, next);
+    if (limits_device()) {
+      run_within_limit(name, nbytes, false, next);
     } else {
       next();
     }
@@ -174,7 +179,6 @@ void OpWatch::run_region(
     forget_ops(written);
     throw;
   }
-  keep_budget(name);
   tell(callbacks_.after_write, written, true);
   move_state(counted.position, false);
 }

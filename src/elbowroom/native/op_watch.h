@@ -28,9 +28,9 @@ struct Callbacks {
   std::function<void(const at::Tensor&)> after_write;
   std::function<void(const std::string&)> leave;  // the step differs from the expected one, with the reason
   std::function<void(int64_t, bool)> move_state;  // position of an expected op, -1 if none is expected any more; whether it is to run
-  std::function<bool(const std::string&)> make_room;  // the device is out of memory for an op; true to retry
-  std::function<void(const std::string&, int64_t)> begin_unrefused;  // the allocator refuses nothing from now on
-  std::function<void()> end_unrefused;
+  std::function<bool(const std::string&, int64_t)> make_room;  // refused an op, of about so many bytes; true to retry
+  std::function<void(const std::string&, int64_t)> prepare_room;  // an op is about to take so many bytes
+  std::function<void()> begin_unrefused, end_unrefused;  // in between, the allocator refuses nothing that it has
   std::function<void(const std::string&)> keep_budget;  // an op went over it
 };
 
@@ -72,15 +72,13 @@ class OpWatch {
   void run(
       const c10::OperatorHandle& op, const OpKind& kind, const Count& count, c10::DispatchKeySet keys,
       torch::jit::Stack* stack, c10::function_ref<void()> next);
-  // Runs an op that is not recorded and writes to these tensors; `next` may be called again.
-  void run_unrecorded(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next);
-  // Returns whether an op may simply be retried after running out of device memory: not if it draws random numbers or
-  // writes to its arguments.
+  // Runs an op that is not recorded, reads `nbytes` and writes to these tensors; `next` may be called again.
+  void run_unrecorded(const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next);
+  // Returns whether an op may be retried after running out of device memory: not if it draws random numbers or writes
+  // to its arguments.
   bool may_retry(const OpKind& kind, at::TensorList written = {}) const {
     return callbacks_.make_room != nullptr && written.empty() && !kind.is_random && !kind.uses_up;
   }
-  // Returns whether it may be retried after what it changes besides its results was restored.
-  bool may_undo(const OpKind& kind) const { return limit_bytes < NEVER && kind.written.empty() && !kind.uses_up; }
   // Runs a counted op by `next` in slices; it writes to these tensors and is never recorded.
   void run_sliced(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next);
   // Runs compiled code by `next` as one op, which writes to these tensors and is never recorded.
@@ -112,6 +110,8 @@ class OpWatch {
     slicer_ = std::move(slicer);
     sliced_bytes = least_bytes;
   }
+  // Whether requests are limited by what the device's allocator counts.
+  bool limits_device() const { return limit_bytes < NEVER; }
   // Whether an op may be refused memory that takes as much as its arguments, twice.
   bool is_tight(int64_t nbytes) const { return scope_ != nullptr && scope_->live_bytes() + 2 * nbytes > scope_->limit_bytes(); }
   // Null if no op runs in slices.
@@ -146,16 +146,17 @@ class OpWatch {
       const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick);
   Count count(const std::string& name);
   bool is_expected(const std::string& name, Count& count);
-  // Calls `next`. If the device runs out of memory, calls `restore` and retries; null: no retry.
+  // Calls `next`, which reads `nbytes`. If the device refuses memory, calls `restore` and retries; null: no retry.
   void call(
-      const OpKind& kind, at::TensorList written, c10::function_ref<void()> next,
+      const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next,
+      const std::function<void()>* restore);
+  void retry(
+      const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next,
       const std::function<void()>* restore);
   void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, at::TensorList written, int64_t tick);
-  // Calls `next`, whose requests the device's allocator refuses only if the device is full, with arguments of so many
-  // bytes.
-  void run_unrefused(const std::string& name, int64_t nbytes, c10::function_ref<void()> next) const;
-  // Has room made if an op went over the limit.
-  void keep_budget(const std::string& name) const;
+  // Calls `next`, which reads `nbytes`, on a device whose allocator does not ask for room. Room is made before, as far as
+  // is known what it takes. Unless it is repeated after a refusal, it is refused nothing that the device has.
+  void run_within_limit(const std::string& name, int64_t nbytes, bool is_repeated, c10::function_ref<void()> next) const;
   // Forgets the ops that made these.
   void forget_ops(at::TensorList written);
   // Reports that an op is about to write to these, or has written.

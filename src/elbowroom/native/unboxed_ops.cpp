@@ -151,14 +151,16 @@ struct Unboxed<Op, Result(Arguments...)> {
       return box(c10::BoxedKernel::makeFromFunctor(std::move(counted)), op, keys, arguments...);
     }
     if (kind.is_idle) return Op::redispatch(keys & BELOW_WATCH, arguments...);
-    if (!kind.may_write && !watch.may_retry(kind)) {
+    const bool is_limited = watch.limits_device();
+    if (!kind.may_write && !watch.may_retry(kind) && !is_limited) {
       watch.table().sweep_if_many();
       const Running running(kind.name, thread);
       return Op::redispatch(keys & BELOW_WATCH, arguments...);
     }
     const Tensors written = kind.may_write ? list_written(kind, arguments...) : Tensors();
+    const int64_t nbytes = is_limited ? (count_argument_bytes(arguments) + ... + int64_t{0}) : 0;
     Returned<Result> returned;
-    watch.run_unrecorded(kind, written, [&] { returned = Op::redispatch(keys & BELOW_WATCH, arguments...); });
+    watch.run_unrecorded(kind, written, nbytes, [&] { returned = Op::redispatch(keys & BELOW_WATCH, arguments...); });
     return returned.get();
   }
 

@@ -24,7 +24,6 @@
 #include <utility>
 #include <vector>
 
-#include "former_contents.h"
 #include "list_ops.h"
 #include "op_arguments.h"
 #include "op_watch.h"
@@ -271,6 +270,28 @@ bool run_refused(
 
 namespace {
 
+// Running statistics as they are before an op that updates them, if it writes to nothing else.
+class Statistics {
+ public:
+  Statistics(const OpKind& kind, const std::vector<c10::IValue>& arguments) : is_all_(kind.written.empty()) {
+    if (!is_all_) return;
+    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
+    for (const at::Tensor& each : list_written(kind, arguments.data(), arguments.size())) {
+      pairs_.emplace_back(each, each.clone());
+    }
+  }
+  // Returns false if the op may have written to something else.
+  bool restore() const {
+    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
+    for (const auto& [tensor, former] : pairs_) tensor.copy_(former);
+    return is_all_;
+  }
+
+ private:
+  const bool is_all_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
+};
+
 // Runs an op as a whole, or in slices if it is known or found to have no room as a whole.
 void run_sliceable(
     OpWatch& watch, const c10::OperatorHandle& op, const OpKind& kind, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -280,7 +301,7 @@ void run_sliceable(
     return run_in_slices(watch, op, kind, stack);
   }
   const std::vector<c10::IValue> given(arguments, arguments + count);
-  const FormerStatistics statistics(kind, given.data(), given.size());
+  const Statistics statistics(kind, given);
   bool has_begun = false;
   try {
     run_whole(op, &kind, keys, stack, has_begun);

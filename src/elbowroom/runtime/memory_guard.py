@@ -45,21 +45,14 @@ class MemoryGuard:
         """Have the ledger ask for room, from now on, before a request that goes over the limit of the present phase."""
         phase = self._state.phase
         self._ledger.set_limit(self.limit_bytes, follows_plan=phase.follows_plan)
-        if self._ledger.scope is None and phase.has_budget and not phase.follows_plan:
-            self._state.watcher.limit_bytes = self._budget_bytes
+        if self._ledger.scope is None and phase.has_budget:
+            moves_state = self._pager is not None and self._pager.is_active
+            if not phase.follows_plan or moves_state:  # else the plan alone keeps the budget
+                self._state.watcher.limit_bytes = self._budget_bytes
 
-    def expect_growth(self, op: str, nbytes: int) -> int:
-        """Return the bytes that an op may take, with arguments of `nbytes`."""
-        return self._ledger.expect_growth(op, nbytes)
-
-    def begin_unrefused(self, op: str, nbytes: int) -> None:
-        """Have the allocator refuse this op nothing that the device has."""
-        self._ledger.begin_unrefused(op, nbytes)
-
-    def end_unrefused(self) -> None:
-        """Limit requests again."""
-        self._ledger.end_unrefused()
-        self.limit_requests()
+    def begin_unrefused(self) -> None:
+        """Have the allocator refuse nothing that the device has, until requests are limited again."""
+        self._ledger.lift_limit()
 
     def raise_limit(self) -> bool:
         """Leave out of the limit what the allocator cannot use, after a refusal. Return whether there was any."""

@@ -229,33 +229,41 @@ class StepRunner:
             elif phase is Phase.DRAINING:
                 self._close()
 
-    def make_room_for(self, op: str) -> bool:
-        """Free memory for an op that the device's allocator has refused. Returns and raises as `make_room`."""
+    def make_room_for(self, op: str, nbytes: int) -> bool:
+        """Free memory for an op that the device's allocator has refused, and that takes about so many bytes.
+
+        Returns and raises as `make_room`.
+        """
         with self._lock:
-            if self._guard.raise_limit():
-                return True
+            missing_bytes = self._guard.count_missing(nbytes)
+            if missing_bytes <= 0 and self._guard.raise_limit():
+                return True  # the budget has room where the allocator has none
             if not self._prepare_to_evict(op):
                 return False
             self._saved_tensors.leave(f"there is no room for {op}")  # of a plan that is followed while managed, too
             with self._guard.noting_moves():
-                self._executor.perform(self._guard.evict(1, 0, op))
+                try:
+                    actions = self._guard.evict(max(1, missing_bytes), nbytes, op)
+                except Infeasible:  # if it takes as much: that is not certain
+                    if self._guard.raise_limit():
+                        return True
+                    actions = self._guard.evict(1, 0, op)
+                self._executor.perform(actions)
             return True
 
-    def begin_unrefused(self, op: str, nbytes: int) -> None:
-        """Make room for an op that cannot be repeated, or would take another algorithm, if it is refused memory.
+    def prepare_room(self, op: str, nbytes: int) -> None:
+        """Make room, as far as anything may leave, for what an op probably takes: its allocator does not ask."""
+        with self._lock, contextlib.suppress(Infeasible):
+            is_following = self.state.phase is Phase.FOLLOWING_PLAN
+            self._evict_for(op, nbytes, leaves_plan=not is_following)
 
-        Until `end_unrefused` nothing is refused: the op may go over the budget by what is not known about it yet.
-
-        Args:
-            nbytes: of its arguments; it may take as much, or what it took when it was seen last.
-        """
-        with self._lock, contextlib.suppress(Infeasible):  # it is not certain that it takes so much
-            self._evict_for(op, self._guard.expect_growth(op, nbytes))
-        self._guard.begin_unrefused(op, nbytes)
+    def begin_unrefused(self) -> None:
+        """Have the allocator refuse nothing that it has, until `end_unrefused`."""
+        self._guard.begin_unrefused()
 
     def end_unrefused(self) -> None:
-        """Have the allocator refuse requests again, and remember what the op took."""
-        self._guard.end_unrefused()
+        """Have the allocator limit requests again."""
+        self._guard.limit_requests()
 
     def keep_budget(self, op: str) -> None:
         """Make room after an op that went over the budget.
@@ -264,12 +272,22 @@ class StepRunner:
             Infeasible: nothing more may leave.
         """
         with self._lock:
-            self._evict_for(op, 0)
+            self._evict_for(op, 0, leaves_plan=True)
 
-    def _evict_for(self, op: str, nbytes: int) -> None:
-        while (missing_bytes := self._guard.count_missing(nbytes)) > 0 and self._prepare_to_evict(op):
-            with self._guard.noting_moves():
+    def _evict_for(self, op: str, nbytes: int, *, leaves_plan: bool) -> None:
+        with self._guard.noting_moves():
+            while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
+                if self.state.phase is Phase.FOLLOWING_PLAN and self._move_state(missing_bytes):
+                    continue
+                if not leaves_plan or not self._prepare_to_evict(op):
+                    return
                 self._executor.perform(self._guard.evict(missing_bytes, nbytes, op))
+
+    def _move_state(self, missing_bytes: int) -> int:
+        """Move model state out of memory while the plan is followed. Return the bytes freed."""
+        # Once the optimizer's ops are not those of the trace, the plan is followed in all but its moves of state.
+        has_moves = self._state_moves is None or self._state_moves.is_followed
+        return self._guard.move_state(missing_bytes, spares_soon=has_moves)
 
     def move_state(self, position: int, is_before: bool) -> None:
         """Make the moves of model state that the plan has before or after an op.
@@ -307,10 +325,7 @@ class StepRunner:
             Infeasible: nothing more may leave, and there is not enough room.
         """
         with self._lock:
-            # Once the optimizer's ops are not those of the trace, the plan is followed in all but its moves of state.
-            has_moves = self._state_moves is None or self._state_moves.is_followed
-            is_following = self.state.phase is Phase.FOLLOWING_PLAN
-            if is_following and self._guard.move_state(missing_bytes, spares_soon=has_moves):
+            if self.state.phase is Phase.FOLLOWING_PLAN and self._move_state(missing_bytes):
                 return True
             limit_bytes = self._guard.limit_bytes
             what = f"a request of {requested_bytes} bytes"

@@ -1,0 +1,108 @@
+"""A device on a CPU whose allocator only refuses requests beyond a limit on what it reserves, as CUDA's does.
+
+Steps then run as they do on a card: nothing is asked before an allocation, ops are repeated after a refusal, and bytes
+are counted between ops only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from elbowroom.hooks import ledger as ledgers
+from elbowroom.hooks.ledger import CpuLedger, CudaLedger, MakeRoom
+from elbowroom.native import library
+
+WHOLE_BYTES = 1 << 40
+
+
+class DeviceLedger(CudaLedger):
+    """`CudaLedger` of a device whose allocator is the CPU's, behind the functions of `torch.cuda`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = CpuLedger()
+        self.refusals = 0
+        super().__init__(device)
+        library.load().set_count_device_bytes(lambda: (self.memory.live_bytes, self.memory.scope.peak_bytes))
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.memory.adopt(tensors)
+
+    def adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
+        self.memory.adopt(tensors)
+        return False
+
+    @contextlib.contextmanager
+    def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
+        with self.memory.counting(WHOLE_BYTES, self._refuse), super().counting(limit_bytes, make_room):
+            yield
+
+    def trim(self) -> None:
+        self.memory.trim()
+
+    def close(self) -> None:
+        self.memory.close()
+
+    def _refuse(self, requested_bytes: int, missing_bytes: int) -> bool:
+        self.refusals += 1
+        raise torch.OutOfMemoryError(f"{requested_bytes} bytes, {missing_bytes} too many")
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.seconds = 0.0
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 1e3 * (other.seconds - self.seconds)
+
+
+def use_device_ledger(monkeypatch: pytest.MonkeyPatch) -> list[DeviceLedger]:
+    """Let rooms on the CPU count as on a card. Returns their ledgers, the latest last."""
+    made: list[DeviceLedger] = []
+    fraction = 1.0
+
+    def make(device: torch.device) -> DeviceLedger:
+        made.append(DeviceLedger(device))
+        return made[-1]
+
+    def set_fraction(share: float, device: Any = None) -> None:
+        nonlocal fraction
+        fraction = share
+        made[-1].memory.scope.limit_bytes = int(share * WHOLE_BYTES)
+
+    def read_statistics(device: Any = None) -> dict[str, int]:
+        scope = made[-1].memory.scope
+        return {"allocated_bytes.all.peak": scope.peak_bytes, "reserved_bytes.all.peak": scope.peak_bytes}
+
+    class Properties:
+        total_memory = WHOLE_BYTES
+
+    monkeypatch.setattr(ledgers, "CudaLedger", DeviceLedger)
+    for module in ("elbowroom.room", "elbowroom.room_setup", "elbowroom.hooks.ledger"):
+        with contextlib.suppress(AttributeError):
+            monkeypatch.setattr(f"{module}.make_ledger", make)
+    replaced = {
+        "get_device_properties": lambda device: Properties(),
+        "memory_allocated": lambda device=None: made[-1].memory.live_bytes,
+        "memory_reserved": lambda device=None: made[-1].memory.live_bytes,
+        "max_memory_allocated": lambda device=None: made[-1].memory.scope.peak_bytes,
+        "memory_stats": read_statistics,
+        "reset_peak_memory_stats": lambda device=None: made[-1].memory.scope.reset_peak(),
+        "get_per_process_memory_fraction": lambda device=None: fraction,
+        "set_per_process_memory_fraction": set_fraction,
+        "synchronize": lambda device=None: None,
+        "_sleep": lambda cycles: None,
+        "device": lambda device: contextlib.nullcontext(),
+        "Event": FakeEvent,
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return made
