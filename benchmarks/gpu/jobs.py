@@ -142,7 +142,7 @@ def cap_memory(device: Any, budget_bytes: int) -> int:
         return 0
     cap = int(budget_bytes * (1 + MARGIN_SHARE)) + MARGIN_BYTES
     whole = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / whole), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / whole), device.index or 0)
     return cap
 
 
