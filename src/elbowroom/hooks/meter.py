@@ -183,7 +183,8 @@ class CudaMeter:
 
     def __init__(self, device: torch.device, ledger: CudaLedger, *, is_detailed: bool = True) -> None:
         self.peak_bytes = self.resident_bytes = self.base_bytes = 0
-        self._device, self._ledger, self.is_detailed = device, ledger, is_detailed
+        self._device, self.is_detailed = device, is_detailed
+        self._ledger = ledger
         self._spans: list[tuple[Any, Any]] = []
         self._inner: list[int] = []
 

@@ -65,22 +65,23 @@ std::shared_ptr<OpWatch> make_watch(
     method.call([&](const py::object& move) { move(position, is_before); });
   };
   if (table->scope == nullptr) {
-    callbacks.make_room = [method = Method(host, "make_room_for")](const std::string& op, int64_t nbytes) {
+    const Method limit(host, "device_limit");
+    callbacks.make_room = [limit](const std::string& op, int64_t nbytes) {
       bool is_made = false;
-      method.call([&](const py::object& ask) { is_made = ask(op, nbytes).cast<bool>(); });
+      limit.call([&](const py::object& found) { is_made = found.attr("make_room")(op, nbytes).cast<bool>(); });
       return is_made;
     };
-    callbacks.prepare_room = [method = Method(host, "prepare_room")](const std::string& op, int64_t nbytes) {
-      method.call([&](const py::object& prepare) { prepare(op, nbytes); });
+    callbacks.prepare_room = [limit](const std::string& op, int64_t nbytes) {
+      limit.call([&](const py::object& found) { found.attr("prepare_room")(op, nbytes); });
     };
-    callbacks.begin_unrefused = [method = Method(host, "begin_unrefused")] {
-      method.call([&](const py::object& begin) { begin(); });
+    callbacks.begin_unrefused = [limit] {
+      limit.call([&](const py::object& found) { found.attr("begin_unrefused")(); });
     };
-    callbacks.end_unrefused = [method = Method(host, "end_unrefused")] {
-      method.call([&](const py::object& end) { end(); });
+    callbacks.end_unrefused = [limit] {
+      limit.call([&](const py::object& found) { found.attr("end_unrefused")(); });
     };
-    callbacks.keep_budget = [method = Method(host, "keep_budget")](const std::string& op) {
-      method.call([&](const py::object& keep) { keep(op); });
+    callbacks.keep_budget = [limit](const std::string& op) {
+      limit.call([&](const py::object& found) { found.attr("keep_budget")(op); });
     };
   }
   return std::make_shared<OpWatch>(c10::Device(device_type).type(), std::move(table), std::move(callbacks));

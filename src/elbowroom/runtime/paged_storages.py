@@ -195,15 +195,6 @@ class PagedStorages:
         if errors:
             raise errors[0]
 
-    def make_room(self) -> None:
-        """Free memory after a device's allocator has refused a request.
-
-        Raises:
-            Infeasible: nothing more may leave.
-        """
-        with Hidden():
-            self._ledger.make_room()
-
     def require(self, nbytes: int, budget_bytes: int) -> None:
         """Have room made for so many bytes.
 

@@ -55,6 +55,7 @@ class SlicedOps(TorchDispatchMode):
 
     Args:
         pager: moves storages, and parts of them.
+        make_room: frees memory after a device's allocator has refused a request, or raises `Infeasible`.
         is_exact: whether only cuts are allowed that give the bits of the whole op.
 
     Attributes:
@@ -62,9 +63,10 @@ class SlicedOps(TorchDispatchMode):
         inexact: names of those whose slices change the order of a sum.
     """
 
-    def __init__(self, pager: StatePager, *, is_exact: bool) -> None:
+    def __init__(self, pager: StatePager, make_room: Callable[[], None], *, is_exact: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pager = pager
+        self._make_room = make_room
         self._sections = pager.sections
         self._is_exact = is_exact
         self._chooser = SliceChooser(is_exact=is_exact)
@@ -168,7 +170,7 @@ class SlicedOps(TorchDispatchMode):
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # they hold what was tried
             if not self.page_out(call.reads):
-                self._pager.storages.make_room()
+                self._make_room()
 
     def _explain(self, key: tuple[Any, ...], call: OpCall) -> Infeasible:
         """Return the error of an op that cannot run in slices. It is forgotten here: its frames will hold tensors."""

@@ -138,3 +138,11 @@ def _match(trace: Trace, residents: Iterable[NamedTensor]) -> dict[int, torch.Te
             found[storage] = named[index]
             taken[key] = index + 1
     return found
+
+
+def is_followed(moves: StateMoves | None) -> bool:
+    """Tell whether the plan's moves of state are still made, or there are none.
+
+    Once the optimizer's ops are not those of the trace, the plan is followed in all but these.
+    """
+    return moves is None or moves.is_followed

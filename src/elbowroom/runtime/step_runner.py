@@ -9,7 +9,6 @@ Each step has its own runner, which autograd's packed tensors keep alive: a back
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from elbowroom.residency.access_history import AccessHistory
 from elbowroom.residency.plan_policy import NEVER
 from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.candidate import Candidate
+from elbowroom.runtime.device_limit import DeviceLimit
 from elbowroom.runtime.event_log import EVENTS, NEEDED, NO_STORAGE, SAVED
 from elbowroom.runtime.locks import make_lock
 from elbowroom.runtime.memory_guard import MemoryGuard
@@ -34,7 +34,7 @@ from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.packed import PackedTensor
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.saved_storage import SavedStorage, check_version
-from elbowroom.runtime.state_moves import StateMoves
+from elbowroom.runtime.state_moves import StateMoves, is_followed
 from elbowroom.runtime.step_context import StepContext
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_policy import StepPolicy
@@ -131,6 +131,12 @@ class StepRunner:
         if self._state_moves is not None:
             self._state_moves.begin()
         self._guard.limit_requests()
+
+    @property
+    def device_limit(self) -> DeviceLimit:
+        """Object that makes room for ops; made for each call, since a cycle would outlive the step."""
+        prepare = self._prepare_to_evict
+        return DeviceLimit(self.state, self._guard, self._executor, self._lock, prepare, self._state_moves)
 
     # -- what the extension calls ---------------------------------------------------------------------------------
 
@@ -229,66 +235,6 @@ class StepRunner:
             elif phase is Phase.DRAINING:
                 self._close()
 
-    def make_room_for(self, op: str, nbytes: int) -> bool:
-        """Free memory for an op that the device's allocator has refused, and that takes about so many bytes.
-
-        Returns and raises as `make_room`.
-        """
-        with self._lock:
-            missing_bytes = self._guard.count_missing(nbytes)
-            if missing_bytes <= 0 and self._guard.raise_limit():
-                return True  # the budget has room where the allocator has none
-            if not self._prepare_to_evict(op):
-                return False
-            self._saved_tensors.leave(f"there is no room for {op}")  # of a plan that is followed while managed, too
-            with self._guard.noting_moves():
-                try:
-                    actions = self._guard.evict(max(1, missing_bytes), nbytes, op)
-                except Infeasible:  # if it takes as much: that is not certain
-                    if self._guard.raise_limit():
-                        return True
-                    actions = self._guard.evict(1, 0, op)
-                self._executor.perform(actions)
-            return True
-
-    def prepare_room(self, op: str, nbytes: int) -> None:
-        """Make room, as far as anything may leave, for what an op probably takes: its allocator does not ask."""
-        with self._lock, contextlib.suppress(Infeasible):
-            is_following = self.state.phase is Phase.FOLLOWING_PLAN
-            self._evict_for(op, nbytes, leaves_plan=not is_following)
-
-    def begin_unrefused(self) -> None:
-        """Have the allocator refuse nothing that it has, until `end_unrefused`."""
-        self._guard.begin_unrefused()
-
-    def end_unrefused(self) -> None:
-        """Have the allocator limit requests again."""
-        self._guard.limit_requests()
-
-    def keep_budget(self, op: str) -> None:
-        """Make room after an op that went over the budget.
-
-        Raises:
-            Infeasible: nothing more may leave.
-        """
-        with self._lock:
-            self._evict_for(op, 0, leaves_plan=True)
-
-    def _evict_for(self, op: str, nbytes: int, *, leaves_plan: bool) -> None:
-        with self._guard.noting_moves():
-            while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
-                if self.state.phase is Phase.FOLLOWING_PLAN and self._move_state(missing_bytes):
-                    continue
-                if not leaves_plan or not self._prepare_to_evict(op):
-                    return
-                self._executor.perform(self._guard.evict(missing_bytes, nbytes, op))
-
-    def _move_state(self, missing_bytes: int) -> int:
-        """Move model state out of memory while the plan is followed. Return the bytes freed."""
-        # Once the optimizer's ops are not those of the trace, the plan is followed in all but its moves of state.
-        has_moves = self._state_moves is None or self._state_moves.is_followed
-        return self._guard.move_state(missing_bytes, spares_soon=has_moves)
-
     def move_state(self, position: int, is_before: bool) -> None:
         """Make the moves of model state that the plan has before or after an op.
 
@@ -325,7 +271,8 @@ class StepRunner:
             Infeasible: nothing more may leave, and there is not enough room.
         """
         with self._lock:
-            if self.state.phase is Phase.FOLLOWING_PLAN and self._move_state(missing_bytes):
+            is_following, spares_soon = self.state.phase is Phase.FOLLOWING_PLAN, is_followed(self._state_moves)
+            if is_following and self._guard.move_state(missing_bytes, spares_soon=spares_soon):
                 return True
             limit_bytes = self._guard.limit_bytes
             what = f"a request of {requested_bytes} bytes"

@@ -1,0 +1,106 @@
+"""Makes room on a device whose allocator does not ask for it, as the one of CUDA: before ops, after them, and after a
+refusal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from elbowroom.errors import Infeasible
+from elbowroom.hooks.compiled_regions import undisturbed
+from elbowroom.runtime.action_executor import ActionExecutor
+from elbowroom.runtime.memory_guard import MemoryGuard
+from elbowroom.runtime.phase import Phase
+from elbowroom.runtime.state_moves import StateMoves, is_followed
+from elbowroom.runtime.step_state import StepState
+
+
+@undisturbed
+class DeviceLimit:
+    """Keeps the ops of one step within the budget. The extension calls its methods.
+
+    Args:
+        state: of the step.
+        guard: counts bytes, and chooses what leaves.
+        executor: performs moves.
+        lock: of the step.
+        prepare_to_evict: has the policy decide from now on. Returns False if no budget holds.
+        state_moves: of the plan; None if it moves no model state.
+    """
+
+    def __init__(
+        self,
+        state: StepState,
+        guard: MemoryGuard,
+        executor: ActionExecutor,
+        lock: Any,
+        prepare_to_evict: Callable[[str], bool],
+        state_moves: StateMoves | None,
+    ) -> None:
+        self._state = state
+        self._guard = guard
+        self._executor = executor
+        self._lock = lock
+        self._prepare_to_evict = prepare_to_evict
+        self._state_moves = state_moves
+
+    def make_room(self, op: str, nbytes: int) -> bool:
+        """Free memory for an op that the allocator has refused, and that takes about so many bytes.
+
+        Returns:
+            Whether to run the op again; False if no budget holds any more.
+
+        Raises:
+            Infeasible: nothing more may leave.
+        """
+        with self._lock:
+            missing_bytes = self._guard.count_missing(nbytes)
+            if missing_bytes <= 0 and self._guard.raise_limit():
+                return True  # the budget has room where the allocator has none
+            if not self._prepare_to_evict(op):
+                return False
+            # Of a plan that is followed while managed, too.
+            self._state.saved_tensors.leave(f"there is no room for {op}")
+            with self._guard.noting_moves():
+                try:
+                    actions = self._guard.evict(max(1, missing_bytes), nbytes, op)
+                except Infeasible:  # if it takes as much: that is not certain
+                    if self._guard.raise_limit():
+                        return True
+                    actions = self._guard.evict(1, 0, op)
+                self._executor.perform(actions)
+            return True
+
+    def prepare_room(self, op: str, nbytes: int) -> None:
+        """Make room, as far as anything may leave, for what an op probably takes."""
+        with self._lock, contextlib.suppress(Infeasible):
+            self._evict(op, nbytes, leaves_plan=self._state.phase is not Phase.FOLLOWING_PLAN)
+
+    def begin_unrefused(self) -> None:
+        """Have the allocator refuse nothing that it has, until `end_unrefused`."""
+        self._guard.begin_unrefused()
+
+    def end_unrefused(self) -> None:
+        """Have the allocator limit requests again."""
+        self._guard.limit_requests()
+
+    def keep_budget(self, op: str) -> None:
+        """Make room after an op that went over the budget.
+
+        Raises:
+            Infeasible: nothing more may leave.
+        """
+        with self._lock:
+            self._evict(op, 0, leaves_plan=True)
+
+    def _evict(self, op: str, nbytes: int, *, leaves_plan: bool) -> None:
+        with self._guard.noting_moves():
+            while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
+                is_following = self._state.phase is Phase.FOLLOWING_PLAN
+                spares_soon = is_followed(self._state_moves)
+                if is_following and self._guard.move_state(missing_bytes, spares_soon=spares_soon):
+                    continue
+                if not leaves_plan or not self._prepare_to_evict(op):
+                    return
+                self._executor.perform(self._guard.evict(missing_bytes, nbytes, op))
