@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from elbowroom.hooks import ledger as ledgers
 from elbowroom.hooks.ledger import CpuLedger, CudaLedger, MakeRoom
 from elbowroom.native import library
 
@@ -27,6 +26,7 @@ class DeviceLedger(CudaLedger):
     def __init__(self, device: torch.device) -> None:
         self.memory = CpuLedger()
         self.refusals = 0
+        self.lifts = 0
         super().__init__(device)
         library.load().set_count_device_bytes(lambda: (self.memory.live_bytes, self.memory.scope.peak_bytes))
 
@@ -37,6 +37,10 @@ class DeviceLedger(CudaLedger):
         self.memory.adopt(tensors)
         return False
 
+    def lift_limit(self) -> None:
+        self.lifts += 1
+        super().lift_limit()
+
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
         with self.memory.counting(WHOLE_BYTES, self._refuse), super().counting(limit_bytes, make_room):
@@ -46,6 +50,7 @@ class DeviceLedger(CudaLedger):
         self.memory.trim()
 
     def close(self) -> None:
+        library.load().set_count_device_bytes(None)
         self.memory.close()
 
     def _refuse(self, requested_bytes: int, missing_bytes: int) -> bool:
@@ -85,10 +90,7 @@ def use_device_ledger(monkeypatch: pytest.MonkeyPatch) -> list[DeviceLedger]:
     class Properties:
         total_memory = WHOLE_BYTES
 
-    monkeypatch.setattr(ledgers, "CudaLedger", DeviceLedger)
-    for module in ("elbowroom.room", "elbowroom.room_setup", "elbowroom.hooks.ledger"):
-        with contextlib.suppress(AttributeError):
-            monkeypatch.setattr(f"{module}.make_ledger", make)
+    monkeypatch.setattr("elbowroom.room.make_ledger", make)
     replaced = {
         "get_device_properties": lambda device: Properties(),
         "memory_allocated": lambda device=None: made[-1].memory.live_bytes,

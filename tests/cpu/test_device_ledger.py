@@ -6,12 +6,14 @@ import pytest
 import torch
 
 import elbowroom
+from elbowroom.errors import Infeasible
 from elbowroom.hooks.ledger import POOL_PAGE_BYTES
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.ops.op_info import describe_op
 from elbowroom.planner.problem import pose
 from elbowroom.room import Room
-from tests.device_ledger import use_device_ledger
+from tests.device_ledger import WHOLE_BYTES, use_device_ledger
 from tests.models import MODELS
 
 NO_LIMIT_BYTES = 1 << 50
@@ -32,6 +34,59 @@ def train(
             with room.step():
                 losses.append(step(index))
     return [*losses, *(each.detach() for each in (*model.parameters(), *model.buffers()))], room
+
+
+def test_ops_that_must_not_be_refused_are_known() -> None:
+    """On CUDA: a refused convolution takes another algorithm, and a refused backward pass has used its reserve up."""
+    assert describe_op("aten::convolution_backward", "")["has_other_ways"]
+    assert describe_op("aten::convolution", "")["has_other_ways"]
+    assert describe_op("aten::_cudnn_rnn_backward", "")["uses_up"]
+    product = describe_op("aten::mm", "")
+    assert not product["has_other_ways"] and not product["uses_up"]
+
+
+def test_a_limit_stays_lifted_while_any_op_needs_it(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    ledgers = use_device_ledger(monkeypatch)
+    optimizer = torch.optim.SGD(model.parameters())
+    with elbowroom.fit(model, optimizer, NO_LIMIT_BYTES, profile=profile, mode="dynamic") as room, room.step():
+        (ledger,) = ledgers
+        scope = ledger.memory.scope
+        ledger.set_limit(1 << 20)
+        assert scope.limit_bytes == 1 << 20
+        ledger.lift_limit()
+        ledger.lift_limit()
+        ledger.restore_limit()
+        ledger.set_limit(1 << 21)
+        assert scope.limit_bytes == WHOLE_BYTES
+        ledger.restore_limit()
+        assert scope.limit_bytes == 1 << 21
+
+
+@pytest.mark.parametrize("may_leave", [True, False])
+def test_room_is_made_after_an_op_that_took_more_than_expected(
+    may_leave: bool, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    ledgers = use_device_ledger(monkeypatch)
+    optimizer = torch.optim.SGD(model.parameters())
+    budget_bytes, count = 26 << 20, 1 << 21  # tensors of 8 MiB
+    with elbowroom.fit(model, optimizer, budget_bytes, profile=profile, mode="dynamic") as room, room.step():
+        (ledger,) = ledgers
+        weight = torch.ones(count, requires_grad=True)
+        # What is kept is autograd's alone, or the program's.
+        kept = weight.exp().sum() if may_leave else weight.detach().exp()
+        noise = torch.rand(count)  # it draws random numbers, so it is refused nothing
+        if not may_leave:
+            with pytest.raises(Infeasible):
+                torch.rand(count)
+            return
+        more = torch.rand(count)
+        assert ledger.live_bytes <= budget_bytes and ledger.refusals == 0
+        assert noise.max() > 0 and more.max() > 0
+        del noise, more
+        kept.backward()
+        assert torch.equal(weight.grad, torch.ones(count).exp())
 
 
 @pytest.mark.parametrize(
@@ -65,6 +120,7 @@ def test_bits_and_budget(
     assert max(each.peak_bytes or 0 for each in records[3:]) <= budget_bytes, told
     # What an op takes within itself is only known once it has set a peak.
     assert max(each.peak_bytes or 0 for each in records) <= budget_bytes + POOL_PAGE_BYTES, told
+    assert ledgers[0].lifts > 0 and ledgers[0]._lifted == 0
     if options:
         assert ledgers[0].refusals > 0, "nothing was refused"
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -83,11 +84,18 @@ class Ledger(Protocol):
         ...
 
     def lift_limit(self) -> None:
-        """Refuse no request until the limit is set again, unless the device is full."""
+        """Refuse no request until `restore_limit` was called as often, unless the device is full."""
         ...
 
-    def make_room(self) -> None:
-        """Have room made after a request was refused. Raises what the function does that `counting` was given."""
+    def restore_limit(self) -> None:
+        """Limit requests again."""
+        ...
+
+    def make_room(self) -> bool:
+        """Have room made after a request was refused. Return whether to try again.
+
+        Raises what the function does that `counting` was given.
+        """
         ...
 
     def require(self, nbytes: int, limit_bytes: int) -> None:
@@ -177,8 +185,11 @@ class CpuLedger:
     def lift_limit(self) -> None:
         pass  # requests are refused before anything has happened
 
-    def make_room(self) -> None:
-        pass  # room is made before requests are refused
+    def restore_limit(self) -> None:
+        pass
+
+    def make_room(self) -> bool:
+        return False  # room is made before requests are refused
 
     def require(self, nbytes: int, limit_bytes: int) -> None:
         torch.empty(nbytes, dtype=torch.uint8)
@@ -255,6 +266,8 @@ class CudaLedger:
         self._make_room: MakeRoom | None = None
         self._limit_bytes = NO_LIMIT
         self._beyond_bytes = 0  # may be reserved beyond the limit
+        self._lock = threading.Lock()
+        self._lifted = 0  # ops, perhaps of several threads, that are refused nothing
         self.moved_bytes = 0
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -287,13 +300,21 @@ class CudaLedger:
         return True
 
     def lift_limit(self) -> None:
-        if self._fraction is not None:
-            torch.cuda.set_per_process_memory_fraction(self._fraction, self._device)
+        self._change_lifted(1)
+
+    def restore_limit(self) -> None:
+        self._change_lifted(-1)
+
+    def _change_lifted(self, change: int) -> None:
+        with self._lock:
+            self._lifted += change
+            self._limit_reserved()
 
     def _limit_reserved(self) -> None:
         if self._fraction is not None:
             share = (self._limit_bytes + self._beyond_bytes) / self._total_bytes
-            torch.cuda.set_per_process_memory_fraction(min(self._fraction, share), self._device)
+            fraction = self._fraction if self._lifted > 0 else min(self._fraction, share)
+            torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
@@ -302,6 +323,7 @@ class CudaLedger:
         except RuntimeError:  # a pluggable allocator
             self._fraction = None
         self._make_room = make_room
+        self._lifted = 0
         try:
             yield
         finally:
@@ -310,9 +332,8 @@ class CudaLedger:
                 torch.cuda.set_per_process_memory_fraction(self._fraction, self._device)
                 self._fraction = None
 
-    def make_room(self) -> None:
-        if not self.raise_limit() and self._make_room is not None:
-            self._make_room(1, 1)
+    def make_room(self) -> bool:
+        return self.raise_limit() or (self._make_room is not None and self._make_room(1, 1))
 
     def require(self, nbytes: int, limit_bytes: int) -> None:
         while (missing_bytes := self.live_bytes + nbytes - limit_bytes) > 0:

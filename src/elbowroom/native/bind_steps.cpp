@@ -274,14 +274,15 @@ void bind_watch(py::module_& module) {
   module.def("set_watchers", &set_watchers, py::arg("watchers"), "Set the watchers that run every op of this thread.");
   module.def(
       "set_count_device_bytes",
-      [](const py::function& count) {
+      [](const py::object& count) {
+        if (count.is_none()) return set_count_device_bytes(nullptr);
         PyObject* const callable = py::object(count).release().ptr();  // never freed: a thread may be calling it
         set_count_device_bytes([callable] {
           const PythonCall call;
           return call.make([&] { return py::handle(callable)(); }).cast<std::pair<int64_t, int64_t>>();
         });
       },
-      py::arg("count"), "Set a function that returns the live bytes and their peak, for a device's allocator that does not count.");
+      py::arg("count"), "Set a function that returns the live bytes and their peak, for a device's allocator that does not count; None to unset.");
   module.def("get_watchers", &get_watchers, "Return the watchers of this thread.");
   module.def("get_active_watchers", &get_active_watchers, "Return the watchers that would run an op now.");
   module.def("is_above_modes", [] { return IS_ABOVE_MODES; }, "Return whether watchers see ops before dispatch modes and tensor subclasses do.");

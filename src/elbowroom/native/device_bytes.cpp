@@ -41,6 +41,7 @@ int64_t find_growth(const std::string& op, int64_t nbytes, int64_t unknown) {
 }
 
 void note_growth(const std::string& op, int64_t nbytes, const DeviceBytes& before, const DeviceBytes& after) {
+  if (nbytes == 0) return;  // without arguments, what it takes differs from call to call
   // The peak is of this op only if there was none as high before.
   const int64_t most = after.peak > before.peak ? after.peak : after.live;
   const std::lock_guard<std::mutex> guard(growth_mutex);

@@ -39,9 +39,14 @@ void OpWatch::call(
     const std::function<void()>* restore) {
   if (!limits_device()) return retry(kind, written, nbytes, next, restore);
   const bool is_repeated = restore != nullptr && !kind.has_other_ways;
-  run_within_limit(kind.name, nbytes, is_repeated, [&] {
-    retry(kind, written, nbytes, next, is_repeated ? restore : nullptr);
-  });
+  try {
+    run_within_limit(kind.name, nbytes, is_repeated, [&] {
+      retry(kind, written, nbytes, next, is_repeated ? restore : nullptr);
+    });
+  } catch (...) {
+    forget_ops(written);  // it may be refused after it has run
+    throw;
+  }
 }
 
 void OpWatch::run_within_limit(

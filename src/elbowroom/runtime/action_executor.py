@@ -234,7 +234,7 @@ class ActionExecutor:
         nbytes = -(-saved.record.nbytes // alignment_bytes) * alignment_bytes
         if self._guard.count_missing(nbytes) > 0:
             is_early = self._machine.state(saved.record.id) is State.ARRIVING  # it is repeated when it is needed
-            self._make_room(nbytes, f"a reload of {saved.nbytes} bytes", waits=not is_early)
+            self.make_room(nbytes, f"a reload of {saved.nbytes} bytes", waits=not is_early)
         copy = saved.copy
         with Hidden():
             saved.storage = self._retry(
@@ -248,7 +248,7 @@ class ActionExecutor:
         outputs = [self._storages.by_id[storage] for storage in action.outputs]
         gone = [saved for saved in outputs if saved.find_released() is None]
         nbytes = count_bytes([saved.recording for saved in gone if saved.recording is not None])
-        self._make_room(nbytes, f"a replay of {len(segment.ops)} ops")
+        self.make_room(nbytes, f"a replay of {len(segment.ops)} ops")
         begin = time.perf_counter()
         missing = [saved for saved in outputs if not saved.revive()]
         recordings = [saved.recording for saved in missing if saved.recording is not None]
@@ -290,8 +290,12 @@ class ActionExecutor:
                 self._state.saved_tensors.leave(f"there is no room for {what}")
             self.perform(self._guard.evict(1, nbytes, what))
 
-    def _make_room(self, nbytes: int, what: str, *, waits: bool = True) -> None:
-        """Have storages leave until there is room for what comes back. A plan that has none for it is left."""
+    def make_room(self, nbytes: int, what: str, *, waits: bool = True) -> None:
+        """Have storages leave until there is room for so many bytes. A plan that has none for them is left.
+
+        Raises:
+            Infeasible: nothing more may leave.
+        """
         idle_rounds = 0
         while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
             if idle_rounds > len(self._storages.by_id):
@@ -300,7 +304,9 @@ class ActionExecutor:
                 continue
             if self._state.phase.follows_plan:
                 self._state.saved_tensors.leave(f"there is no room for {what}")
-            self.perform(self._guard.evict(missing_bytes, nbytes, what, waits=waits))
+            actions = self._guard.evict(missing_bytes, nbytes, what, waits=waits)
+            with self._guard.noting_moves():
+                self.perform(actions)
             idle_rounds += self._guard.count_missing(nbytes) >= missing_bytes
 
     def _keep(self, saved: SavedStorage, why: str) -> bool:

@@ -62,13 +62,13 @@ class DeviceLimit:
                 return False
             # Of a plan that is followed while managed, too.
             self._state.saved_tensors.leave(f"there is no room for {op}")
+            try:
+                actions = self._guard.evict(max(1, missing_bytes), nbytes, op)
+            except Infeasible:  # if it takes as much: that is not certain
+                if self._guard.raise_limit():
+                    return True
+                actions = self._guard.evict(1, 0, op)
             with self._guard.noting_moves():
-                try:
-                    actions = self._guard.evict(max(1, missing_bytes), nbytes, op)
-                except Infeasible:  # if it takes as much: that is not certain
-                    if self._guard.raise_limit():
-                        return True
-                    actions = self._guard.evict(1, 0, op)
                 self._executor.perform(actions)
             return True
 
@@ -83,7 +83,7 @@ class DeviceLimit:
 
     def end_unrefused(self) -> None:
         """Have the allocator limit requests again."""
-        self._guard.limit_requests()
+        self._guard.end_unrefused()
 
     def keep_budget(self, op: str) -> None:
         """Make room after an op that went over the budget.
@@ -95,12 +95,10 @@ class DeviceLimit:
             self._evict(op, 0, leaves_plan=True)
 
     def _evict(self, op: str, nbytes: int, *, leaves_plan: bool) -> None:
-        with self._guard.noting_moves():
-            while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
-                is_following = self._state.phase is Phase.FOLLOWING_PLAN
-                spares_soon = is_followed(self._state_moves)
-                if is_following and self._guard.move_state(missing_bytes, spares_soon=spares_soon):
-                    continue
-                if not leaves_plan or not self._prepare_to_evict(op):
-                    return
-                self._executor.perform(self._guard.evict(missing_bytes, nbytes, op))
+        spares_soon = is_followed(self._state_moves)
+        while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
+            is_following = self._state.phase is Phase.FOLLOWING_PLAN
+            if not is_following or not self._guard.move_state(missing_bytes, spares_soon=spares_soon):
+                break
+        if missing_bytes > 0 and leaves_plan and self._prepare_to_evict(op):
+            self._executor.make_room(nbytes, op)

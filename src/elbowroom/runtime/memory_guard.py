@@ -51,8 +51,12 @@ class MemoryGuard:
                 self._state.watcher.limit_bytes = self._budget_bytes
 
     def begin_unrefused(self) -> None:
-        """Have the allocator refuse nothing that the device has, until requests are limited again."""
+        """Have the allocator refuse nothing that the device has, until `end_unrefused`."""
         self._ledger.lift_limit()
+
+    def end_unrefused(self) -> None:
+        """Have the allocator limit requests again."""
+        self._ledger.restore_limit()
 
     def raise_limit(self) -> bool:
         """Leave out of the limit what the allocator cannot use, after a refusal. Return whether there was any."""
@@ -78,8 +82,10 @@ class MemoryGuard:
     def noting_moves(self) -> Iterator[None]:
         """Return a context in which saved tensors leave during an op, as its measured workspace must not tell."""
         before = self._ledger.live_bytes
-        yield
-        self._ledger.note_move(self._ledger.live_bytes - before)
+        try:
+            yield
+        finally:
+            self._ledger.note_move(self._ledger.live_bytes - before)
 
     def evict(self, missing_bytes: int, nbytes: int, what: str, *, waits: bool = True) -> list[Action]:
         """Return actions that free some of the bytes that an allocation misses; none if there is room for some without.

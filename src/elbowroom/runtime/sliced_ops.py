@@ -55,7 +55,8 @@ class SlicedOps(TorchDispatchMode):
 
     Args:
         pager: moves storages, and parts of them.
-        make_room: frees memory after a device's allocator has refused a request, or raises `Infeasible`.
+        make_room: frees memory after a device's allocator has refused a request, or raises `Infeasible`. Returns
+            whether to try again.
         is_exact: whether only cuts are allowed that give the bits of the whole op.
 
     Attributes:
@@ -63,7 +64,7 @@ class SlicedOps(TorchDispatchMode):
         inexact: names of those whose slices change the order of a sum.
     """
 
-    def __init__(self, pager: StatePager, make_room: Callable[[], None], *, is_exact: bool) -> None:
+    def __init__(self, pager: StatePager, make_room: Callable[[], bool], *, is_exact: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pager = pager
         self._make_room = make_room
@@ -169,8 +170,8 @@ class SlicedOps(TorchDispatchMode):
                 return self._chooser.choose(call, args, kwargs, described, nbytes, self._budget_bytes)
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # they hold what was tried
-            if not self.page_out(call.reads):
-                self._make_room()
+                if not self.page_out(call.reads) and not self._make_room():
+                    raise
 
     def _explain(self, key: tuple[Any, ...], call: OpCall) -> Infeasible:
         """Return the error of an op that cannot run in slices. It is forgotten here: its frames will hold tensors."""
