@@ -229,6 +229,9 @@ def test_a_call_of_compiled_code_is_one_op(profile: HardwareProfile) -> None:
     assert written & {view.storage for view in forward.reads}  # the buffer
     assert any(planned.trace.storages[storage].created == forward.tick for storage in written)
     assert all(op.barrier for op in regions)
+    backward, trace = regions[-1], planned.trace
+    released = [need.released for need in trace.needs if need.tick < backward.tick]
+    assert backward.tick + 1 in released and backward.tick not in released, "it frees what it reads while it runs"
 
 
 def test_what_compiled_code_writes_in_place_is_seen(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:

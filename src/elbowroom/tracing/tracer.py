@@ -105,6 +105,7 @@ class Tracer(TorchDispatchMode):
         self.tick = 0
         self._lock = threading.Lock()  # several backward passes may run in threads, and no two entries share a tick
         self.pauses = 0
+        self._regions = 0  # number of compiled regions that run
         self._seen: list[_Seen] = []
         self._identities: Identities[_Seen] = Identities(self._died)
         self._returned: Identities[_Seen] = Identities()  # storages given to autograd in place of the originals
@@ -154,7 +155,11 @@ class Tracer(TorchDispatchMode):
             return call()
         origin = self._origins.find()
         reads, _ = self._list_reads(inputs, ())
-        result = _measure(self._meter, call)
+        self._regions += 1
+        try:
+            result = _measure(self._meter, call)
+        finally:
+            self._regions -= 1
         with self._lock:
             why = "compiled code may have side effects"
             self._ops.add(self._record(name, origin, tuple(reads), written, result, why, 0), None)
@@ -256,7 +261,7 @@ class Tracer(TorchDispatchMode):
     def save_released(self, save: int) -> None:
         """Record that the graph node frees a save."""
         if self._saves[save][2] < 0:
-            self._saves[save][2] = self.tick
+            self._saves[save][2] = self._next_tick()
 
     def gradient(self, tensor: torch.Tensor, parameter: str) -> None:
         """Record a parameter's gradient, which the step may free before its end."""
@@ -340,11 +345,15 @@ class Tracer(TorchDispatchMode):
         return View(storage=seen.id, version=seen.version, dtype=dtype, shape=tuple(map(int, tensor.shape)))
 
     def _died(self, seen: _Seen) -> None:
-        seen.released = self.tick
+        seen.released = self._next_tick()
 
     def _needs_released(self, needs: list[int]) -> None:
         for need in needs:
-            self._needs[need][2] = self.tick
+            self._needs[need][2] = self._next_tick()
+
+    def _next_tick(self) -> int:
+        """Return the first tick that begins from now on. A compiled region frees its inputs while it runs."""
+        return self.tick + (self._regions > 0)
 
 
 def find_risk(storage: torch.UntypedStorage | None) -> str:
