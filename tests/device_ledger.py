@@ -34,7 +34,7 @@ class DeviceLedger(CudaLedger):
         self.memory.adopt(tensors)
 
     def adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
-        self.memory.adopt(tensors)
+        self.memory.adopt_inputs(tensors)  # those made before the room, too, which count on a card all the time
         return False
 
     def lift_limit(self) -> None:
@@ -55,7 +55,7 @@ class DeviceLedger(CudaLedger):
 
     def _refuse(self, requested_bytes: int, missing_bytes: int) -> bool:
         self.refusals += 1
-        raise torch.OutOfMemoryError(f"{requested_bytes} bytes, {missing_bytes} too many")
+        raise torch.OutOfMemoryError(f"Out of memory. Tried to allocate {requested_bytes / 2**20:.2f} MiB.")
 
 
 class FakeEvent:

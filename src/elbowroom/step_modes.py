@@ -281,7 +281,7 @@ class StepModes:
             phase,
             environment,
             candidates=[entry.planned.candidate for entry in entries],
-            spare_bytes=budget_bytes - entries[0].planned.forecast.peak_bytes if entries else 0,
+            spare_bytes=entries[0].planned.count_spare_bytes(self._ledger.live_bytes) if entries else 0,
             observer=None if capture is None else capture.tracer,
         )
 

@@ -91,8 +91,8 @@ class Ledger(Protocol):
         """Limit requests again."""
         ...
 
-    def make_room(self) -> bool:
-        """Have room made after a request was refused. Return whether to try again.
+    def make_room(self, nbytes: int = 1) -> bool:
+        """Have room made after a request of so many bytes was refused. Return whether to try again.
 
         Raises what the function does that `counting` was given.
         """
@@ -188,7 +188,7 @@ class CpuLedger:
     def restore_limit(self) -> None:
         pass
 
-    def make_room(self) -> bool:
+    def make_room(self, nbytes: int = 1) -> bool:
         return False  # room is made before requests are refused
 
     def require(self, nbytes: int, limit_bytes: int) -> None:
@@ -332,8 +332,8 @@ class CudaLedger:
                 torch.cuda.set_per_process_memory_fraction(self._fraction, self._device)
                 self._fraction = None
 
-    def make_room(self) -> bool:
-        return self.raise_limit() or (self._make_room is not None and self._make_room(1, 1))
+    def make_room(self, nbytes: int = 1) -> bool:
+        return self.raise_limit() or (self._make_room is not None and self._make_room(nbytes, 1))
 
     def require(self, nbytes: int, limit_bytes: int) -> None:
         while (missing_bytes := self.live_bytes + nbytes - limit_bytes) > 0:

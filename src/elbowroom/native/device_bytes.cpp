@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <utility>
 
 namespace elbowroom {
@@ -48,6 +49,20 @@ void note_growth(const std::string& op, int64_t nbytes, const DeviceBytes& befor
   if (growth.size() >= MOST_KNOWN) growth.clear();
   int64_t& known = growth[{op, nbytes}];
   known = std::max(known, most - before.live);
+}
+
+int64_t read_requested_bytes(const std::string& message) {
+  static const std::string before = "Tried to allocate ";  // 20.00 MiB, for example
+  const size_t begin = message.find(before);
+  if (begin == std::string::npos) return 0;
+  std::istringstream rest(message.substr(begin + before.size(), 64));
+  double count = 0;
+  std::string unit;
+  if (!(rest >> count >> unit)) return 0;
+  constexpr double ROUNDED_DOWN = 0.005;  // at most: two digits are given
+  const size_t power = std::string("KMG").find(unit[0]);
+  if (power == std::string::npos) return static_cast<int64_t>(count);  // bytes
+  return static_cast<int64_t>((count + ROUNDED_DOWN) * static_cast<double>(int64_t{1} << (10 * (power + 1))));
 }
 
 }  // namespace elbowroom

@@ -26,4 +26,7 @@ int64_t find_growth(const std::string& op, int64_t nbytes, int64_t unknown);
 // Remembers what an op took.
 void note_growth(const std::string& op, int64_t nbytes, const DeviceBytes& before, const DeviceBytes& after);
 
+// The bytes of the request that an allocator's error says it has refused; 0 if it does not say.
+int64_t read_requested_bytes(const std::string& message);
+
 }  // namespace elbowroom

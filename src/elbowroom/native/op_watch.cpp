@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "device_bytes.h"
 #include "ledger.h"
 #include "op_arguments.h"
 #include "python_call.h"
@@ -39,9 +38,14 @@ void OpWatch::call(
     const std::function<void()>* restore) {
   if (!limits_device()) return retry(kind, written, nbytes, next, restore);
   const bool is_repeated = restore != nullptr && !kind.has_other_ways;
+  DeviceBytes before;
+  const std::function<void()> begin_again = [&] {
+    (*restore)();
+    before = count_device_bytes(device_);
+  };
   try {
-    run_within_limit(kind.name, nbytes, is_repeated, [&] {
-      retry(kind, written, nbytes, next, is_repeated ? restore : nullptr);
+    run_within_limit(kind.name, nbytes, is_repeated, before, [&] {
+      retry(kind, written, nbytes, next, is_repeated ? &begin_again : nullptr);
     });
   } catch (...) {
     forget_ops(written);  // it may be refused after it has run
@@ -50,12 +54,12 @@ void OpWatch::call(
 }
 
 void OpWatch::run_within_limit(
-    const std::string& name, int64_t nbytes, bool is_repeated, c10::function_ref<void()> next) const {
+    const std::string& name, int64_t nbytes, bool is_repeated, DeviceBytes& before, c10::function_ref<void()> next) const {
   // An op that is seen for the first time takes about as much as its arguments. If it is repeated after a refusal, it
   // need not be guessed.
   const int64_t growth = find_growth(name, nbytes, is_repeated ? 0 : nbytes);
   if (count_device_bytes(device_).live + growth > limit_bytes) callbacks_.prepare_room(name, growth);
-  const DeviceBytes before = count_device_bytes(device_);
+  before = count_device_bytes(device_);
   if (!is_repeated) callbacks_.begin_unrefused();
   try {
     next();
@@ -73,20 +77,23 @@ void OpWatch::retry(
     const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next,
     const std::function<void()>* restore) {
   const Running running(kind.name);
-  const auto makes_room = [&] {
-    return restore != nullptr && callbacks_.make_room(kind.name, find_growth(kind.name, nbytes, nbytes));
+  const auto makes_room = [&](const std::string& refusal) {
+    if (restore == nullptr) return false;
+    const int64_t requested = read_requested_bytes(refusal);
+    const int64_t growth = find_growth(kind.name, nbytes, requested > 0 ? 0 : nbytes);
+    return callbacks_.make_room(kind.name, std::max(growth, requested));
   };
   for (;;) {
     try {
       return next();
-    } catch (const c10::OutOfMemoryError&) {
-      if (!makes_room()) {
+    } catch (const c10::OutOfMemoryError& error) {
+      if (!makes_room(error.msg())) {
         forget_ops(written);
         throw;
       }
       (*restore)();
     } catch (python_error& error) {  // of the device, too, if another watcher runs the op in Python
-      if (!is_out_of_memory(error) || !makes_room()) {
+      if (!is_out_of_memory(error) || !makes_room(error.what())) {
         forget_ops(written);
         throw;
       }
@@ -176,7 +183,8 @@ void OpWatch::run_region(
   try {
     const Running running(name);
     if (limits_device()) {
-      run_within_limit(name, nbytes, false, next);
+      DeviceBytes before;
+      run_within_limit(name, nbytes, false, before, next);
     } else {
       next();
     }

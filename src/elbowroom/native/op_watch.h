@@ -16,6 +16,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "device_bytes.h"
 #include "recorded_ops.h"
 #include "scope.h"
 #include "storage_records.h"
@@ -155,8 +156,10 @@ class OpWatch {
       const std::function<void()>* restore);
   void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, at::TensorList written, int64_t tick);
   // Calls `next`, which reads `nbytes`, on a device whose allocator does not ask for room. Room is made before, as far as
-  // is known what it takes. Unless it is repeated after a refusal, it is refused nothing that the device has.
-  void run_within_limit(const std::string& name, int64_t nbytes, bool is_repeated, c10::function_ref<void()> next) const;
+  // is known what it takes. Unless it is repeated after a refusal, it is refused nothing that the device has. `before`
+  // is set to the bytes when it begins; if it is repeated, `next` sets it to those when it began for the last time.
+  void run_within_limit(
+      const std::string& name, int64_t nbytes, bool is_repeated, DeviceBytes& before, c10::function_ref<void()> next) const;
   // Forgets the ops that made these.
   void forget_ops(at::TensorList written);
   // Reports that an op is about to write to these, or has written.

@@ -56,10 +56,13 @@ class DeviceLimit:
         """
         with self._lock:
             missing_bytes = self._guard.count_missing(nbytes)
-            if missing_bytes <= 0 and self._guard.raise_limit():
+            was_unpressured = self._state.phase is Phase.UNPRESSURED  # so the limit is below the budget
+            if missing_bytes <= 0 and not was_unpressured and self._guard.raise_limit():
                 return True  # the budget has room where the allocator has none
             if not self._prepare_to_evict(op):
                 return False
+            if missing_bytes <= 0 and was_unpressured:
+                return True
             # Of a plan that is followed while managed, too.
             self._state.saved_tensors.leave(f"there is no room for {op}")
             try:
@@ -75,7 +78,7 @@ class DeviceLimit:
     def prepare_room(self, op: str, nbytes: int) -> None:
         """Make room, as far as anything may leave, for what an op probably takes."""
         with self._lock, contextlib.suppress(Infeasible):
-            self._evict(op, nbytes, leaves_plan=self._state.phase is not Phase.FOLLOWING_PLAN)
+            self._evict(op, nbytes, leaves_plan=not self._guard.is_left_to_plan)
 
     def begin_unrefused(self) -> None:
         """Have the allocator refuse nothing that it has, until `end_unrefused`."""

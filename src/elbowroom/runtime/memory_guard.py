@@ -21,11 +21,16 @@ from elbowroom.slicing.registry import list_rules
 
 
 class MemoryGuard:
-    """Keeps one step within its budget."""
+    """Keeps one step within its budget.
 
-    def __init__(self, state: StepState, environment: StepEnvironment) -> None:
+    Args:
+        spare_bytes: of the budget that the plan leaves free, beside what the program holds; negative if it has no room.
+    """
+
+    def __init__(self, state: StepState, environment: StepEnvironment, spare_bytes: int = 0) -> None:
         ledger = environment.ledger
         self._state = state
+        self._spare_bytes = spare_bytes
         self._device = environment.device
         self._budget_bytes = environment.budget_bytes
         self._list_residents = environment.list_residents
@@ -47,8 +52,13 @@ class MemoryGuard:
         self._ledger.set_limit(self.limit_bytes, follows_plan=phase.follows_plan)
         if self._ledger.scope is None and phase.has_budget:
             moves_state = self._pager is not None and self._pager.is_active
-            if not phase.follows_plan or moves_state:  # else the plan alone keeps the budget
+            if not self.is_left_to_plan or moves_state:
                 self._state.watcher.limit_bytes = self._budget_bytes
+
+    @property
+    def is_left_to_plan(self) -> bool:
+        """True if the plan keeps the budget, so that it is not left for what an op may take."""
+        return self._state.phase.follows_plan and self._spare_bytes >= 0
 
     def begin_unrefused(self) -> None:
         """Have the allocator refuse nothing that the device has, until `end_unrefused`."""

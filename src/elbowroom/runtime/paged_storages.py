@@ -34,7 +34,7 @@ class PagedStorages:
     Args:
         transfers: moves bytes to the tier below and back.
         ledger: counts bytes on the device.
-        make_room: called with the bytes of a storage before it comes back.
+        make_room: called with the bytes of a storage before it comes back; returns the budget, None between steps.
 
     Attributes:
         copies: of storages in the tier below, by record.
@@ -46,7 +46,7 @@ class PagedStorages:
         refusal: why a storage stayed that should have left; "" if none did.
     """
 
-    def __init__(self, transfers: Transfers, ledger: Ledger, make_room: Callable[[int], None]) -> None:
+    def __init__(self, transfers: Transfers, ledger: Ledger, make_room: Callable[[int], int | None]) -> None:
         self._native = library.load()
         self._transfers = transfers
         self._ledger = ledger
@@ -88,7 +88,9 @@ class PagedStorages:
         try:
             if contents is None:
                 with self.lock:
-                    self._make_room(record.nbytes)
+                    budget_bytes = self._make_room(record.nbytes)
+                if budget_bytes is not None and self._ledger.scope is None:  # the allocator would go beyond it
+                    self.require(record.nbytes, budget_bytes)
                 contents = self._reload(record, copy)
                 self._transfers.finish(copy)
         except (TierError, InternalError):
@@ -264,15 +266,20 @@ class PagedStorages:
             self._transfers.discard(copy)
 
     def _reload(self, record: Any, copy: Copy) -> torch.UntypedStorage:
-        """Begin to read a storage back, into new memory."""
+        """Begin to read a storage back, into new memory.
+
+        Raises:
+            Infeasible: there is no room for it.
+        """
         with Hidden(), self._counted():
             self._ledger.note_move(record.nbytes)  # first, so that no change comes between
-            try:
-                contents = self._transfers.reload(copy)
-            except DeviceFull:
-                if not self._ledger.raise_limit():
-                    raise
-                contents = self._transfers.reload(copy)
+            while True:
+                try:
+                    contents = self._transfers.reload(copy)
+                    break
+                except DeviceFull:
+                    if not self._ledger.make_room(record.nbytes):
+                        raise
         self.reloaded_bytes += record.nbytes
         return contents
 

@@ -273,13 +273,14 @@ class StatePager:
                 continue
             yield storage
 
-    def _limit(self, nbytes: int) -> None:
-        """Have other state leave before a storage comes back: between steps no request is limited."""
+    def _limit(self, nbytes: int) -> int | None:
+        """Have other state leave before a storage comes back: between steps no request is limited. Return the budget."""
         if self._budget_bytes is None:
-            return
+            return None
         missing_bytes = self._ledger.live_bytes + nbytes - self._budget_bytes
         if missing_bytes > 0:
             self.storages.evict(self._choose(missing_bytes, spares_soon=False))
+        return self._budget_bytes
 
     # -- watching -------------------------------------------------------------------------------------------------
 

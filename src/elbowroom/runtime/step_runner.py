@@ -59,7 +59,7 @@ class StepRunner:
             MANAGED, the plan of the first candidate is followed as well.
         environment: of the steps of the room.
         candidates: steps that this one may be, the likeliest first.
-        spare_bytes: bytes that may stay although the plan has them leave, if their move fails.
+        spare_bytes: of the budget that the plan leaves free, beside what the program holds.
         observer: told of all saves, needs and releases.
 
     Attributes:
@@ -84,7 +84,7 @@ class StepRunner:
         # The lock knows which thread holds it: the garbage collector may free packed tensors in the middle of a move.
         self._lock = make_lock()
         self._retired: deque[tuple[int, SavedStorage | None]] = deque()
-        self._guard = MemoryGuard(self.state, environment)
+        self._guard = MemoryGuard(self.state, environment, spare_bytes)
         if phase is not Phase.FOLLOWING_PLAN:
             self.state.storages.mark_persistent()
         self._context = StepContext(self.state, environment)
@@ -94,7 +94,7 @@ class StepRunner:
         self._policy = StepPolicy(self.state, self._context, online)
         thrash = ThrashGuard(self.state, environment)
         self._executor = ActionExecutor(
-            self.state, self._context, self._guard, thrash, environment.transfers, spare_bytes
+            self.state, self._context, self._guard, thrash, environment.transfers, max(0, spare_bytes)
         )
         self._writes = WriteGuard(self.state, self._lock, self._executor)
         self._policy.begin()

@@ -58,7 +58,7 @@ class GatheredWeights:
     def weight_gathered(self, storage: torch.UntypedStorage) -> None:
         """Note that a weight is on the device."""
         if self._ids is None and storage._cdata not in self._open:
-            self._add(storage, self._tracer.tick)
+            self._add(storage, self._tracer.ticks.now)
 
     def weight_filled(self, storage: torch.UntypedStorage) -> None:
         """Note that the contents of a weight are there."""
@@ -67,13 +67,13 @@ class GatheredWeights:
             return
         digest = library.load().digest(storage)
         is_first = stay.digest is None
-        stay.filled = self._tracer.tick if is_first else stay.filled if stay.digest == digest else None
+        stay.filled = self._tracer.ticks.now if is_first else stay.filled if stay.digest == digest else None
         stay.digest = digest
 
     def weight_freed(self, storage: torch.UntypedStorage) -> None:
         """Note that a weight has left the device."""
         if self._ids is None and (stay := self._open.pop(storage._cdata, None)) is not None:
-            stay.end = self._tracer.tick
+            stay.end = self._tracer.ticks.now
 
     def close(self) -> None:
         """Look up the weights in the trace, before that is finished."""

@@ -28,6 +28,7 @@ from elbowroom.ops.replayable import find_barrier, find_statistics, find_written
 from elbowroom.tracing.origins import OpOrigins
 from elbowroom.tracing.residents import Resident
 from elbowroom.tracing.slicing import RecordedOps, find_slicing
+from elbowroom.tracing.ticks import Ticks
 
 OWNED = frozenset((Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE))
 """Roles of storages that one module owns, to which ops of the optimizer are attributed."""
@@ -80,7 +81,7 @@ class Tracer(TorchDispatchMode):
         fake: whether the step runs on fake tensors.
 
     Attributes:
-        tick: of the next op, save or need.
+        ticks: of the entries.
         pauses: number of active contexts whose ops are not part of the step.
         own_seconds: host time spent in tracing.
     """
@@ -102,10 +103,9 @@ class Tracer(TorchDispatchMode):
         self._meter = meter
         self._origins = OpOrigins(model)
         self.own_seconds = 0.0
-        self.tick = 0
+        self.ticks = Ticks()
         self._lock = threading.Lock()  # several backward passes may run in threads, and no two entries share a tick
         self.pauses = 0
-        self._regions = 0  # number of compiled regions that run
         self._seen: list[_Seen] = []
         self._identities: Identities[_Seen] = Identities(self._died)
         self._returned: Identities[_Seen] = Identities()  # storages given to autograd in place of the originals
@@ -155,11 +155,8 @@ class Tracer(TorchDispatchMode):
             return call()
         origin = self._origins.find()
         reads, _ = self._list_reads(inputs, ())
-        self._regions += 1
-        try:
+        with self.ticks.region():
             result = _measure(self._meter, call)
-        finally:
-            self._regions -= 1
         with self._lock:
             why = "compiled code may have side effects"
             self._ops.add(self._record(name, origin, tuple(reads), written, result, why, 0), None)
@@ -191,7 +188,7 @@ class Tracer(TorchDispatchMode):
         flops: int,
     ) -> Op:
         """Return an op, which ends its tick. `changed`: tensors that it wrote to in place."""
-        tick = self.tick
+        tick = self.ticks.now
         written = self._count_writes(changed)
         owner = self._find_owner((*(view.storage for view in reads), *written)) if origin.module is None else None
         is_owned = owner is not None
@@ -209,7 +206,7 @@ class Tracer(TorchDispatchMode):
             if storage not in known:
                 seen = self._seen[storage]
                 writes.append(View(storage=storage, version=seen.version, dtype="uint8", shape=(seen.nbytes,)))
-        self.tick += 1
+        self.ticks.take()
         return Op(
             tick=tick, name=name, reads=reads, writes=tuple(writes), flops=flops, barrier=barrier,
             module=origin.module, line=origin.line,
@@ -238,16 +235,14 @@ class Tracer(TorchDispatchMode):
         """Record that autograd saves `tensor`. Return the index of the save."""
         seen = self._find(tensor) or self._identify(tensor, Role.INPUT, -1, "input")
         with self._lock:
-            self._saves.append([self.tick, -1 if seen is None else seen.id, -1])
-            self.tick += 1
+            self._saves.append([self.ticks.take(), -1 if seen is None else seen.id, -1])
             return len(self._saves) - 1
 
     def needed(self, save: int, given: torch.Tensor) -> None:
         """Record that autograd unpacks a save and is `given` this tensor."""
         with self._lock:
-            self._needs.append([self.tick, save, -1])
+            self._needs.append([self.ticks.take(), save, -1])
             index = len(self._needs) - 1
-            self.tick += 1
         storage = self._get_storage(given)
         if storage is not None:
             if self.lookup(storage) is None and self._saves[save][1] >= 0:
@@ -261,7 +256,7 @@ class Tracer(TorchDispatchMode):
     def save_released(self, save: int) -> None:
         """Record that the graph node frees a save."""
         if self._saves[save][2] < 0:
-            self._saves[save][2] = self._next_tick()
+            self._saves[save][2] = self.ticks.find_release()
 
     def gradient(self, tensor: torch.Tensor, parameter: str) -> None:
         """Record a parameter's gradient, which the step may free before its end."""
@@ -279,7 +274,7 @@ class Tracer(TorchDispatchMode):
             if seen is not None and seen.created >= 0:
                 seen.role, seen.label = role, label
                 seen.origin = Origin(module, "")
-        end = self.tick
+        end = self.ticks.now
         self._identities.close()
         self._open_needs.close()
         # Storages on other devices, and tensors without a plain storage, cannot be moved: their saves have 0 bytes.
@@ -345,15 +340,11 @@ class Tracer(TorchDispatchMode):
         return View(storage=seen.id, version=seen.version, dtype=dtype, shape=tuple(map(int, tensor.shape)))
 
     def _died(self, seen: _Seen) -> None:
-        seen.released = self._next_tick()
+        seen.released = self.ticks.find_release()
 
     def _needs_released(self, needs: list[int]) -> None:
         for need in needs:
-            self._needs[need][2] = self._next_tick()
-
-    def _next_tick(self) -> int:
-        """Return the first tick that begins from now on. A compiled region frees its inputs while it runs."""
-        return self.tick + (self._regions > 0)
+            self._needs[need][2] = self.ticks.find_release()
 
 
 def find_risk(storage: torch.UntypedStorage | None) -> str:
