@@ -274,7 +274,7 @@ class StatePager:
             yield storage
 
     def _limit(self, nbytes: int) -> int | None:
-        """Have other state leave before a storage comes back. Return the budget; None between steps, where none holds."""
+        """Have other state leave before a storage comes back. Return the budget; None between steps."""
         if self._budget_bytes is None:
             return None
         missing_bytes = self._ledger.live_bytes + nbytes - self._budget_bytes
