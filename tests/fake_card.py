@@ -7,7 +7,6 @@ given away before a copy is ordered with it has wrong contents afterwards.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import mmap
 import random
 from collections import deque
@@ -33,14 +32,10 @@ class RoomStreams:
 
     Args:
         schedule: "late", "early" or "random".
-
-    Attributes:
-        refusals: allocations that the device has refused.
     """
 
     def __init__(self, schedule: str) -> None:
         self.device = torch.device("cpu")
-        self.refusals = 0
         self._schedule = schedule
         self._random = random.Random(0)
         self._lanes: dict[str, deque[tuple[Callable[[], object], list[FakeEvent], FakeEvent]]] = {
@@ -67,8 +62,7 @@ class RoomStreams:
         )
 
     def compute_waits(self, event: StreamEvent) -> None:
-        assert isinstance(event, FakeEvent)
-        self._run_until(event)
+        self.host_waits(event)  # ops compute on the host
 
     def host_waits(self, event: StreamEvent) -> None:
         assert isinstance(event, FakeEvent)
@@ -83,7 +77,6 @@ class RoomStreams:
         try:
             return torch.full((nbytes,), 0xCB, dtype=torch.uint8).untyped_storage()
         except torch.OutOfMemoryError as error:
-            self.refusals += 1
             raise DeviceFull(f"no room to reload {nbytes} bytes") from error
 
     def _enqueue(self, lane: str, copy: Callable[[], object], after: Sequence[StreamEvent]) -> FakeEvent:
@@ -113,23 +106,13 @@ def _allocate_host(nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
-@dataclasses.dataclass
-class FakeCard:
-    """What the rooms on a fake card have made, the latest last."""
-
-    ledgers: list[DeviceLedger]
-    streams: list[RoomStreams]
-
-
-def use_fake_card(monkeypatch: pytest.MonkeyPatch, schedule: str = "late") -> FakeCard:
-    """Let rooms on the CPU count and move as on a card."""
-    card = FakeCard(use_device_ledger(monkeypatch), [])
+def use_fake_card(monkeypatch: pytest.MonkeyPatch, schedule: str = "late") -> list[DeviceLedger]:
+    """Let rooms on the CPU count and move as on a card. Returns their ledgers, the latest last."""
 
     def open_transfers(device: torch.device, spill_folder: str | None, host_bytes: int | None) -> StreamTransfers:
-        card.streams.append(RoomStreams(schedule))
         host = HostSlabs(host_bytes or HOST_BYTES, pinning=Pageable())
-        return StreamTransfers(card.streams[-1], host, SpillFile(spill_folder))
+        return StreamTransfers(RoomStreams(schedule), host, SpillFile(spill_folder))
 
     monkeypatch.setattr("elbowroom.room.open_transfers", open_transfers)
     monkeypatch.setattr("elbowroom.tiers.pinned._new_memory", _allocate_host)
-    return card
+    return use_device_ledger(monkeypatch)

@@ -65,15 +65,15 @@ class PlannedStep:
         there = sum(home.nbytes for home in self.trace.storages if home.created < 0 and home.role is not Role.INPUT)
         return max(0, self.forecast.peak_bytes - there)
 
-    def count_spare_bytes(self, live_bytes: int) -> int:
-        """Return the bytes of the budget that the step leaves free. Negative if the program holds more than then.
+    def count_spare_bytes(self, budget_bytes: int, live_bytes: int) -> int:
+        """Return the bytes of a budget that a step leaves free; negative if it goes over it.
 
         Args:
-            live_bytes: on the device before the step.
+            live_bytes: on the device before the step. Beside what the trace knows, the program may hold more by now.
         """
         size = self.costs.alignment_bytes
         there = sum(-(-home.nbytes // size) * size for home in self.trace.storages if home.created < 0)
-        return self.plan.budget_bytes - self.forecast.peak_bytes - max(0, live_bytes - there)
+        return budget_bytes - self.forecast.peak_bytes - max(0, live_bytes - there)
 
 
 def forecast_plan(trace: Trace, costs: Costs, plan: Plan, host_bytes: int | None) -> PlannedStep:

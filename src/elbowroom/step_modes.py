@@ -277,11 +277,12 @@ class StepModes:
             name_residents=job.name_residents,
             complete_error=self._complete_error,
         )
+        live_bytes = self._ledger.live_bytes
         return StepRunner(
             phase,
             environment,
             candidates=[entry.planned.candidate for entry in entries],
-            spare_bytes=entries[0].planned.count_spare_bytes(self._ledger.live_bytes) if entries else 0,
+            spare_bytes=entries[0].planned.count_spare_bytes(budget_bytes, live_bytes) if entries else 0,
             observer=None if capture is None else capture.tracer,
         )
 

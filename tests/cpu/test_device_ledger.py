@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elbowroom
-from elbowroom.errors import Infeasible
+from elbowroom.errors import DeviceFull, Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.ops.op_info import describe_op
@@ -119,7 +119,7 @@ def test_bits_and_budget(
 ) -> None:
     plain, _ = train(name, None, profile)
     budget_bytes = find_budget(name, share, profile)
-    ledgers = use_fake_card(monkeypatch, schedule).ledgers
+    ledgers = use_fake_card(monkeypatch, schedule)
     ours, room = train(name, budget_bytes, profile, **options)
     assert room is not None and len(ledgers) == 1
     assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
@@ -136,15 +136,19 @@ def test_bits_and_budget(
 def test_a_plan_is_left_where_the_program_holds_more(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     """A card does not ask for room, so a plan made before would go over the budget."""
     budget_bytes = find_budget("gpt2", 0.3, profile)
+    plain, _ = train("gpt2", None, profile, steps=8)
     use_fake_card(monkeypatch)
     model, optimizer, step = MODELS["gpt2"]().make()
     held = []
+    ours = []
     with elbowroom.fit(model, optimizer, budget_bytes, profile=profile, manages="activations") as room:
         for index in range(8):
             if index == 4:
                 held.append(torch.ones(budget_bytes // 10, dtype=torch.uint8))
             with room.step():
-                step(index)
+                ours.append(step(index))
+    ours += [each.detach() for each in (*model.parameters(), *model.buffers())]
+    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
     records = room.journal().steps
     told = [(str(each.mode), (each.peak_bytes or 0) / budget_bytes, each.note) for each in records]
     assert records[3].mode is Mode.PLANNED and records[4].mode is Mode.DRIFTED, told
@@ -152,13 +156,17 @@ def test_a_plan_is_left_where_the_program_holds_more(profile: HardwareProfile, m
     assert all(each.offloaded_bytes for each in records), told
 
 
-def test_an_op_runs_in_slices_where_a_card_refuses_its_inputs(
+def make_wide() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 8))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+
+def test_an_op_runs_in_slices_where_its_inputs_have_no_room(
     profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train_wide(budget_bytes: int | None) -> tuple[list[torch.Tensor], Room | None]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 8))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        model, optimizer = make_wide()
         room = None if budget_bytes is None else elbowroom.fit(model, optimizer, budget_bytes, profile=profile)
         for _ in range(3):
             with contextlib.nullcontext() if room is None else room.step():
@@ -176,3 +184,20 @@ def test_an_op_runs_in_slices_where_a_card_refuses_its_inputs(
     assert room is not None and all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
     peaks = [(each.peak_bytes or 0) / budget_bytes for each in room.journal().steps]
     assert max(peaks) <= 1 and room.metrics()["sliced_ops"] > 0, peaks
+
+
+def test_nothing_is_lost_where_the_card_has_less_than_the_budget(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program's own limit is lower, which shows when the card refuses a reload."""
+    model, optimizer = make_wide()
+    before = [each.detach().clone() for each in model.parameters()]
+    (weight_bytes, *_) = (each.nbytes for each in before)
+    use_fake_card(monkeypatch)
+    with elbowroom.fit(model, optimizer, 6 * weight_bytes, profile=profile) as room:
+        torch.cuda.set_per_process_memory_fraction(1.5 * weight_bytes / WHOLE_BYTES)
+        with pytest.raises(DeviceFull, match="no room to reload"), room.step():  # noqa: PT012
+            model(torch.randn(4, 1024)).square().sum().backward()
+            optimizer.step()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))

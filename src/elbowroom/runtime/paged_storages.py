@@ -273,13 +273,11 @@ class PagedStorages:
         """
         with Hidden(), self._counted():
             self._ledger.note_move(record.nbytes)  # first, so that no change comes between
-            while True:
-                try:
-                    contents = self._transfers.reload(copy)
-                    break
-                except DeviceFull:
-                    if not self._ledger.make_room(record.nbytes):
-                        raise
+            try:
+                contents = _reload_with_room(self._transfers, self._ledger, copy, record.nbytes)
+            except BaseException:
+                self._ledger.note_move(-record.nbytes)
+                raise
         self.reloaded_bytes += record.nbytes
         return contents
 
@@ -299,3 +297,16 @@ class PagedStorages:
             yield
         finally:
             self._native.enter_scope(before)
+
+
+def _reload_with_room(transfers: Transfers, ledger: Ledger, copy: Copy, nbytes: int) -> torch.UntypedStorage:
+    """Begin to read a copy back, again after each refusal of a device while anything may leave."""
+    while True:
+        try:
+            return transfers.reload(copy)
+        except DeviceFull:
+            is_made = False
+            with contextlib.suppress(Infeasible):  # the budget is not the reason
+                is_made = ledger.make_room(nbytes)
+            if not is_made:
+                raise
