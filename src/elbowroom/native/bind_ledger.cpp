@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "file_memory.h"
 #include "ledger.h"
 #include "python_call.h"
 #include "python_objects.h"
@@ -108,6 +109,10 @@ void bind_ledger(py::module_& module) {
       py::call_guard<py::gil_scoped_release>(),
       "Unmap the arena's pages that neither live blocks nor running steps can need, and with `everywhere` return the C "
       "library's free memory, too.");
+  module.def(
+      "set_file_folder", &set_file_folder, py::arg("folder"),
+      "Put this thread's blocks of 1 MiB and more into temporary files of a folder, uncounted; \"\" ends that. Returns the "
+      "former folder.");
   module.def(
       "enter_scope", &Ledger::enter, py::return_value_policy::reference, py::arg("scope"),
       "Let a scope (None: every scope) count this thread's allocations. Returns the previous scope.");

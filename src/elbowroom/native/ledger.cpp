@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "arena.h"
+#include "file_memory.h"
 #include "pages.h"
 #include "watched_ops.h"
 
@@ -66,6 +67,12 @@ c10::DataPtr Ledger::allocate(size_t nbytes) {
   const auto size = static_cast<int64_t>(nbytes);
   Scope* const scope = current;
   const int64_t epoch = epoch_.load();
+  if (is_in_file(nbytes)) {
+    c10::DataPtr memory = allocate_in_file(nbytes);
+    void* address = memory.get();
+    blocks_.put(address, {std::move(memory), 0, scope, epoch});
+    return {address, address, &Ledger::release, c10::Device(c10::DeviceType::CPU)};
+  }
   const Scopes scopes = scope == nullptr ? list_scopes(epoch) : Scopes{scope};
   size_t reserved = 0;
   try {

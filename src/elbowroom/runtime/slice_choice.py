@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from elbowroom._folders import find_temporary
 from elbowroom.errors import Infeasible
 from elbowroom.ir.slicing import SlicePass, count_parts, count_whole_bytes
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
@@ -56,10 +57,12 @@ class SliceChooser:
     Args:
         is_exact: whether only cuts are allowed that give the bits of the whole op on this machine. Others change the
             order of a sum.
+        folder: of the temporary files in which probes run ops that do not fit. Default: the system's.
     """
 
-    def __init__(self, *, is_exact: bool) -> None:
+    def __init__(self, *, is_exact: bool, folder: str | None = None) -> None:
         self.is_exact = is_exact
+        self._folder = folder
         self._store: ExactnessStore | None = None
 
     def choose(
@@ -100,7 +103,7 @@ class SliceChooser:
                     parts = {each: tuple(loop.length for loop in each.loops) for each in parts}  # any others, too
                 return find_exact(
                     call.op, args, kwargs, alternatives, parts.__getitem__, store=self._store,
-                    limit_bytes=share * budget_bytes,
+                    limit_bytes=share * budget_bytes, folder=self._folder or find_temporary(),
                 )  # fmt: skip
         return None
 

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 SLICE = 8
 """Tensors of one slice take at most this share of the budget, at first."""
 
-GROWTH = 4
+GROWTH = 8
 """Slices may be as many times larger if smaller ones are not exact: kernels choose other ways for few rows."""
 
 NEVER = 1 << 60
@@ -58,19 +58,22 @@ class SlicedOps(TorchDispatchMode):
         make_room: frees memory after a device's allocator has refused a request, or raises `Infeasible`. Returns
             whether to try again.
         is_exact: whether only cuts are allowed that give the bits of the whole op.
+        folder: of temporary files for probes. Default: the system's.
 
     Attributes:
         counts: how often each op ran in slices, by name.
         inexact: names of those whose slices change the order of a sum.
     """
 
-    def __init__(self, pager: StatePager, make_room: Callable[[], bool], *, is_exact: bool) -> None:
+    def __init__(
+        self, pager: StatePager, make_room: Callable[[], bool], *, is_exact: bool, folder: str | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pager = pager
         self._make_room = make_room
         self._sections = pager.sections
         self._is_exact = is_exact
-        self._chooser = SliceChooser(is_exact=is_exact)
+        self._chooser = SliceChooser(is_exact=is_exact, folder=folder)
         self._refusals: dict[tuple[Any, ...], Infeasible] = {}
         self._slice_bytes: dict[tuple[Any, ...], int] = {}  # by op and shapes: those that have no room as a whole
         self._table: Any = None
@@ -304,8 +307,12 @@ class _SliceSizes:
         if not was_refused and self._may_grow and self.slice_bytes < GROWTH * self._first_bytes:
             self.slice_bytes *= 2
             return True
+        if was_refused and self.overlaps and self.slice_bytes > self._first_bytes:
+            self.overlaps = False  # smaller ones are not exact
+            return True
         if self._may_grow:
             self._may_grow = False
+            self.overlaps = True
             self.slice_bytes = min(self.slice_bytes, self._first_bytes)
             if not was_refused:
                 self.slice_bytes //= 2

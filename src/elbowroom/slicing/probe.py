@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+from elbowroom.errors import Infeasible
 from elbowroom.ir.slicing import Loop, SlicePass, iterate_slices
+from elbowroom.native import library
 from elbowroom.slicing.bits import equal_bits
 from elbowroom.slicing.bounds import (
     Parts,
@@ -26,7 +29,7 @@ from elbowroom.slicing.op_call import OpCall, bind, find_target
 from elbowroom.slicing.random_data import count_elements, make_statistics
 from elbowroom.slicing.registry import check_passes
 from elbowroom.slicing.rule import Alternatives
-from elbowroom.slicing.rules import interpolation
+from elbowroom.slicing.rules import interpolation, matmul
 from elbowroom.slicing.vector_ends import ACROSS, ELEMENTWISE, are_whole_vectors, ends_within_vector, find_telling
 
 WIDE = 64
@@ -39,6 +42,10 @@ whole op only: kernels have special ways for these."""
 
 BY_CHANNELS = frozenset(interpolation.RULES)
 """Ops whose kernels are chosen by the number of channels: more than a few, or not (8, in PyTorch 2.13)."""
+
+BY_SIZE = frozenset(matmul.RULES)
+"""Ops whose kernels add in another order if there are more rows: slices of fewer rows than some thousands can agree
+with a smaller op and differ from the whole one."""
 
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 
@@ -68,6 +75,7 @@ def find_exact(
     *,
     store: ExactnessStore | None = None,
     limit_bytes: float = math.inf,
+    folder: str | None = None,
 ) -> tuple[tuple[SlicePass, ...], Exactness] | None:
     """Return the first of several ways to cut an op that gives the bits of the whole op, or None.
 
@@ -76,7 +84,7 @@ def find_exact(
     for passes in alternatives:
         if any(each.sums for each in passes):
             continue
-        answer = probe_passes(op, args, kwargs, passes, parts, store=store, limit_bytes=limit_bytes)
+        answer = probe_passes(op, args, kwargs, passes, parts, store=store, limit_bytes=limit_bytes, folder=folder)
         if answer.is_exact:
             return passes, answer
     return None
@@ -91,6 +99,7 @@ def probe_passes(
     *,
     store: ExactnessStore | None = None,
     limit_bytes: float = math.inf,
+    folder: str | None = None,
 ) -> Exactness:
     """Run an op whole and in slices on random tensors, and compare the bits of the results.
 
@@ -100,7 +109,8 @@ def probe_passes(
             are kept.
         limit_bytes: bytes that the probe's tensors may take, without the workspace of kernels. If the whole op does not
             fit, fewer slices of the same sizes are compared with an op that is as much smaller, unless that is so small
-            that kernels may compute it in another way.
+            that kernels may compute it in another way. Products of matrices are computed as a whole in any case.
+        folder: of temporary files that hold the tensors of products without room, on the CPU; None for none.
 
     Returns:
         the weakest answer of all passes.
@@ -116,7 +126,7 @@ def probe_passes(
     if len(known) < len(passes) and all(answer.is_exact for answer in known.values()):
         cuts = {each: _list_ranges(each, counts[each]) for each in passes if each not in known}
         with torch.no_grad(), torch._C._DisableAutocast():
-            found = _probe(call, cuts, limit_bytes)
+            found = _probe(call, cuts, limit_bytes, folder)
         for slice_pass, answer in found.items():
             known[slice_pass] = answer
             if store and answer is not Exactness.TOO_LARGE:
@@ -128,7 +138,9 @@ Ranges = list[list[tuple[int, int]]]
 """For each loop of a pass, its slices."""
 
 
-def _probe(call: OpCall, cuts: Mapping[SlicePass, Ranges], limit_bytes: float) -> dict[SlicePass, Exactness]:
+def _probe(
+    call: OpCall, cuts: Mapping[SlicePass, Ranges], limit_bytes: float, folder: str | None
+) -> dict[SlicePass, Exactness]:
     """Probe passes: those that fit together with the whole op, which runs once for all of them; then the others."""
     answers: dict[SlicePass, Exactness] = {}
     together: dict[SlicePass, Ranges] = {}
@@ -141,15 +153,41 @@ def _probe(call: OpCall, cuts: Mapping[SlicePass, Ranges], limit_bytes: float) -
             together[slice_pass] = ranges
             whole = described
         else:
-            answers[slice_pass] = _probe_smaller(call, slice_pass, ranges, limit_bytes)
+            answer = None if folder is None else _probe_in_files(described, part, ranges, call, folder)
+            answers[slice_pass] = answer or _probe_smaller(call, slice_pass, ranges, limit_bytes)
     if together:
         inexact = _find_inexact(whole, together, call.reads[0].device)
         answers.update({each: Exactness.INEXACT if each in inexact else Exactness.PROVEN for each in together})
     return answers
 
 
+def _probe_in_files(
+    described: OpCall, slice_pass: SlicePass, ranges: Ranges, call: OpCall, folder: str
+) -> Exactness | None:
+    """Probe a pass with the whole op, whose tensors are in temporary files; None if they cannot be, or need not."""
+    device = call.reads[0].device
+    if device.type != "cpu" or str(call.op) not in BY_SIZE:
+        return None
+    with contextlib.suppress(Infeasible, RuntimeError), _memory_in_files(folder):
+        inexact = _find_inexact(described, {slice_pass: ranges}, device)
+        return Exactness.INEXACT if inexact else Exactness.PROVEN
+    return None
+
+
+@contextlib.contextmanager
+def _memory_in_files(folder: str | None) -> Iterator[None]:
+    native = library.load()
+    former = native.set_file_folder(folder or "")
+    try:
+        yield
+    finally:
+        native.set_file_folder(former)
+
+
 def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_bytes: float) -> Exactness:
     """Probe a pass with as many of its slices as fit, and the op that they make up."""
+    if str(call.op) in BY_SIZE:
+        return Exactness.TOO_LARGE
     is_pointwise = str(call.op) in ELEMENTWISE
     inner = [WIDE if is_pointwise else _count_inner(call, slice_pass, loop) for loop in slice_pass.loops]
     for loop, slices, elements in zip(slice_pass.loops, ranges, inner, strict=True):
@@ -309,7 +347,8 @@ def _compare(
     expected = [whole[position] for position in call.find_mask()]
     if [each.stride() for each in expected] != strides:
         return set(cuts)
-    return {each for each, ranges in cuts.items() if not _is_same(call, each, ranges, reads, expected, statistics)}
+    with _memory_in_files(None):  # a slice has room in memory
+        return {each for each, ranges in cuts.items() if not _is_same(call, each, ranges, reads, expected, statistics)}
 
 
 def _is_same(
