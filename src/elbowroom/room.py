@@ -93,9 +93,7 @@ class Room:
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = make_pager(job, self._transfers, self._ledger)
-            self._sliced_ops = SlicedOps(
-                self._pager, self._ledger.make_room, is_exact=config.exact, folder=config.spill_folder
-            )
+            self._sliced_ops = SlicedOps(self._pager, self._ledger.make_room, config.exact, config.spill_folder)
             agreed = None if ranks is None else AgreedPlans(ranks, self._cache, config)
             self._modes = StepModes(
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops, agreed

@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.ir.slicing import Loop, SlicePass, iterate_slices
+from elbowroom.native import library
 from elbowroom.slicing.bits import equal_bits
 from elbowroom.slicing.calls import make_results, run_slice, run_whole
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
 from elbowroom.slicing.op_call import bind
-from elbowroom.slicing.probe import find_exact, is_exact, probe_passes
+from elbowroom.slicing.probe import find_exact, is_exact, memory_in_files, probe_passes
 from elbowroom.slicing.registry import find_passes, find_passes_along, list_rules
 from tests.slicing_cases import GROUPS
 
@@ -434,6 +435,40 @@ def test_a_probe_within_a_limit_compares_fewer_slices(tmp_path: pathlib.Path) ->
     passes = find_passes(aten.convolution_backward.default, args, {})[0]
     answer = probe_passes(aten.convolution_backward.default, args, {}, passes, 4, limit_bytes=16_000)
     assert answer is Exactness.TOO_LARGE  # few channels
+
+
+def test_products_are_compared_as_a_whole(tmp_path: pathlib.Path) -> None:
+    """Kernels add the products of a few rows in another order than those of many, at sizes that no rule knows."""
+    some, other, parts = torch.randn(1024, 2048), torch.randn(2048, 768), 8
+    passes = find_passes(aten.mm.default, (some, other), {})[0]
+
+    def probe(folder: pathlib.Path | None) -> Exactness:
+        where = None if folder is None else str(folder)
+        return probe_passes(aten.mm.default, (some, other), {}, passes, parts, limit_bytes=4 << 20, folder=where)
+
+    assert probe(tmp_path) is probe_passes(aten.mm.default, (some, other), {}, passes, parts)
+    assert not list(tmp_path.iterdir())
+    assert probe(None) is probe(tmp_path / "missing") is Exactness.TOO_LARGE
+
+
+def test_memory_in_files_is_not_counted(tmp_path: pathlib.Path) -> None:
+    native = library.load()
+    scope = native.make_scope()
+    former = native.enter_scope(scope)
+    try:
+        with memory_in_files(str(tmp_path)):
+            large, small = torch.ones(1 << 20), torch.ones(1 << 10)
+            with memory_in_files(None):
+                other = torch.ones(1 << 19)
+        assert scope.live_bytes == small.nbytes + other.nbytes
+        assert large.sum() == 1 << 20
+        del large
+        assert scope.live_bytes == small.nbytes + other.nbytes
+    finally:
+        native.enter_scope(former)
+        scope.close()
+    with memory_in_files(str(tmp_path / "missing")), pytest.raises(RuntimeError, match="No such file"):
+        torch.ones(1 << 20)
 
 
 def test_a_smaller_probe_still_finds_a_wrong_rule(wrong_rule: None) -> None:

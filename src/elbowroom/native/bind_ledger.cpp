@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -110,7 +111,12 @@ void bind_ledger(py::module_& module) {
       "Unmap the arena's pages that neither live blocks nor running steps can need, and with `everywhere` return the C "
       "library's free memory, too.");
   module.def(
-      "set_file_folder", &set_file_folder, py::arg("folder"),
+      "set_file_folder",
+      [](std::string folder) {
+        Ledger::get();  // the CPU allocator from now on
+        return set_file_folder(std::move(folder));
+      },
+      py::arg("folder"),
       "Put this thread's blocks of 1 MiB and more into temporary files of a folder, uncounted; \"\" ends that. Returns the "
       "former folder.");
   module.def(

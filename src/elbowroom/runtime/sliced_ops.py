@@ -58,16 +58,14 @@ class SlicedOps(TorchDispatchMode):
         make_room: frees memory after a device's allocator has refused a request, or raises `Infeasible`. Returns
             whether to try again.
         is_exact: whether only cuts are allowed that give the bits of the whole op.
-        folder: of temporary files for probes. Default: the system's.
+        folder: of temporary files for probes. None for the system's.
 
     Attributes:
         counts: how often each op ran in slices, by name.
         inexact: names of those whose slices change the order of a sum.
     """
 
-    def __init__(
-        self, pager: StatePager, make_room: Callable[[], bool], *, is_exact: bool, folder: str | None = None
-    ) -> None:
+    def __init__(self, pager: StatePager, make_room: Callable[[], bool], is_exact: bool, folder: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pager = pager
         self._make_room = make_room
@@ -75,7 +73,7 @@ class SlicedOps(TorchDispatchMode):
         self._is_exact = is_exact
         self._chooser = SliceChooser(is_exact=is_exact, folder=folder)
         self._refusals: dict[tuple[Any, ...], Infeasible] = {}
-        self._slice_bytes: dict[tuple[Any, ...], int] = {}  # by op and shapes: those that have no room as a whole
+        self._sizes: dict[tuple[Any, ...], _SliceSizes] = {}  # by op and shapes: those that have no room as a whole
         self._table: Any = None
         self._lock: Any = contextlib.nullcontext()
         self._budget_bytes = 0
@@ -102,12 +100,12 @@ class SlicedOps(TorchDispatchMode):
             has_plan: whether the step follows a plan, in which ops run as a whole.
         """
         if budget_bytes != self._budget_bytes or has_plan:
-            self._slice_bytes.clear()  # the step's ops have room as a whole, or show that they do not
+            self._sizes.clear()  # the step's ops have room as a whole, or show that they do not
         self._budget_bytes = budget_bytes
         self._recorder = recorder
         self._table = table
         self._lock = lock
-        least_bytes = min((key[1] for key in self._slice_bytes), default=NEVER)
+        least_bytes = min((key[1] for key in self._sizes), default=NEVER)
         watcher.set_slicer(self, least_bytes)
 
     def wants(self, name: str, tensors: Sequence[torch.Tensor], refusal: object) -> bool:
@@ -120,12 +118,12 @@ class SlicedOps(TorchDispatchMode):
         """
         key = _find_key(name, tensors)
         if refusal is None:
-            return key in self._slice_bytes
+            return key in self._sizes
         if not isinstance(refusal, Infeasible) or name not in list_rules():
             return False
         refusal.__context__ = refusal.__cause__ = None  # their frames hold tensors, as its own do
         self._refusals[key] = refusal.with_traceback(None)
-        self._slice_bytes.setdefault(key, max(1, self._budget_bytes // SLICE))
+        self._sizes.setdefault(key, _SliceSizes(max(1, self._budget_bytes // SLICE)))
         return True
 
     def __torch_dispatch__(
@@ -142,7 +140,7 @@ class SlicedOps(TorchDispatchMode):
         described = make_results(call.op, args, kwargs)
         statistics = {each: call[each].clone() for each in call.statistics}  # an op that begins again updates them anew
         key = _find_key(name, list(iterate_tensors((*args, *kwargs.values()))))  # as `wants` is given them
-        sizes = _SliceSizes(self._slice_bytes.get(key, max(1, self._budget_bytes // SLICE)))
+        sizes = self._sizes.get(key) or _SliceSizes(max(1, self._budget_bytes // SLICE))
         with self._lock, self._sections.slicing, _restoring(call, statistics) as restore:
             while True:
                 cut = self._choose(call, args, kwargs, described, sizes.slice_bytes)
@@ -153,9 +151,12 @@ class SlicedOps(TorchDispatchMode):
                 if isinstance(found, list):
                     break
                 if not self.page_out(call.reads) and not sizes.go_on(cut, was_refused=found is not None):
-                    raise found or self._explain(key, call)
+                    refusal = found or self._explain(key, call)
+                    self._sizes.pop(key, None)
+                    raise refusal
                 restore()
-        self._slice_bytes[key] = sizes.slice_bytes
+        self._sizes[key] = sizes
+        sizes.begin_again()
         self._note(name, cut)
         return _assemble(call, found)
 
@@ -178,7 +179,7 @@ class SlicedOps(TorchDispatchMode):
 
     def _explain(self, key: tuple[Any, ...], call: OpCall) -> Infeasible:
         """Return the error of an op that cannot run in slices. It is forgotten here: its frames will hold tensors."""
-        self._slice_bytes.pop(key, None)
+        self._sizes.pop(key, None)
         return explain(self._refusals.pop(key), call, is_exact=self._is_exact)
 
     def _note(self, name: str, cut: Cut) -> None:
@@ -285,7 +286,7 @@ def _restoring(call: OpCall, statistics: Mapping[str, torch.Tensor]) -> Iterator
 
 
 class _SliceSizes:
-    """Sizes of slices to try: as given; larger ones while none is exact; and then smaller ones.
+    """Sizes of slices to try: those of the last time; larger ones while none is exact; and then smaller ones.
 
     Attributes:
         slice_bytes: at most so many are to be in a slice.
@@ -296,6 +297,10 @@ class _SliceSizes:
         self._first_bytes = self.slice_bytes = slice_bytes
         self._may_grow = True
         self.overlaps = True
+
+    def begin_again(self) -> None:
+        """Begin with the size that was found."""
+        self._may_grow = True
 
     def go_on(self, cut: Cut, *, was_refused: bool) -> bool:
         """Choose the next size. Return False if there is none.

@@ -168,14 +168,15 @@ def _probe_in_files(
     device = call.reads[0].device
     if device.type != "cpu" or str(call.op) not in BY_SIZE:
         return None
-    with contextlib.suppress(Infeasible, RuntimeError), _memory_in_files(folder):
+    with contextlib.suppress(Infeasible, RuntimeError), memory_in_files(folder):
         inexact = _find_inexact(described, {slice_pass: ranges}, device)
         return Exactness.INEXACT if inexact else Exactness.PROVEN
     return None
 
 
 @contextlib.contextmanager
-def _memory_in_files(folder: str | None) -> Iterator[None]:
+def memory_in_files(folder: str | None) -> Iterator[None]:
+    """Have this thread's tensors of 1 MiB and more in temporary files of a folder, uncounted; None: in memory again."""
     native = library.load()
     former = native.set_file_folder(folder or "")
     try:
@@ -347,7 +348,7 @@ def _compare(
     expected = [whole[position] for position in call.find_mask()]
     if [each.stride() for each in expected] != strides:
         return set(cuts)
-    with _memory_in_files(None):  # a slice has room in memory
+    with memory_in_files(None):  # a slice has room in memory
         return {each for each, ranges in cuts.items() if not _is_same(call, each, ranges, reads, expected, statistics)}
 
 
