@@ -210,7 +210,7 @@ class AgreedPlans:
             planned = self._cache.plan_step(trace, costs)
         except Infeasible as error:
             if terms.goes_without or self._cache.fits_without_plan(trace, costs.trace_digest, None):
-                return {"why": f"steps like this one run without a plan: {error}"}
+                return {"why": f"steps like this one run without a plan, in slices if need be. No plan fits: {error}"}
             return {"infeasible": _pack(error)}
         finally:
             self._cache.lease = before
