@@ -356,7 +356,9 @@ class StepModes:
                 self._cache.replan(entry, measured)
             except Infeasible as error:  # it ran within the budget, and so may the next one
                 self._cache.remove(entry)
-                self._put_off_capture(f"steps like this one run without a plan, in slices if need be. No plan fits: {error}")
+                self._put_off_capture(
+                    f"steps like this one run without a plan, in slices if need be. No plan fits: {error}"
+                )
         elif not is_followed or entry.measured_steps == self._job.config.settling_steps:
             self._cache.remove(entry)  # the real step differs from the fake one: capture it live
 
