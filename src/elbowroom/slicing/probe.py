@@ -29,7 +29,7 @@ from elbowroom.slicing.op_call import OpCall, bind, find_target
 from elbowroom.slicing.random_data import count_elements, make_statistics
 from elbowroom.slicing.registry import check_passes
 from elbowroom.slicing.rule import Alternatives
-from elbowroom.slicing.rules import interpolation, matmul
+from elbowroom.slicing.rules import convolution, interpolation, matmul
 from elbowroom.slicing.vector_ends import ACROSS, ELEMENTWISE, are_whole_vectors, ends_within_vector, find_telling
 
 WIDE = 64
@@ -43,9 +43,9 @@ whole op only: kernels have special ways for these."""
 BY_CHANNELS = frozenset(interpolation.RULES)
 """Ops whose kernels are chosen by the number of channels: more than a few, or not (8, in PyTorch 2.13)."""
 
-BY_SIZE = frozenset(matmul.RULES)
-"""Ops whose kernels add in another order if there are more rows: slices of fewer rows than some thousands can agree
-with a smaller op and differ from the whole one."""
+BY_SIZE = frozenset((*matmul.RULES, *convolution.RULES))
+"""Ops whose kernels choose the order of their sums by the number of rows or channels: small slices can agree with a
+smaller op and differ from the whole one. Along the batch, convolutions only tell one image from several."""
 
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 
@@ -109,8 +109,8 @@ def probe_passes(
             are kept.
         limit_bytes: bytes that the probe's tensors may take, without the workspace of kernels. If the whole op does not
             fit, fewer slices of the same sizes are compared with an op that is as much smaller, unless that is so small
-            that kernels may compute it in another way. Products of matrices are computed as a whole in any case.
-        folder: of temporary files that hold the tensors of products without room, on the CPU; None for none.
+            that kernels may compute it in another way. Ops that choose by size (`BY_SIZE`) are computed as a whole.
+        folder: of temporary files that hold the tensors of these ops, on the CPU; None for none.
 
     Returns:
         the weakest answer of all passes.
@@ -166,7 +166,7 @@ def _probe_in_files(
 ) -> Exactness | None:
     """Probe a pass with the whole op, whose tensors are in temporary files; None if they cannot be, or need not."""
     device = call.reads[0].device
-    if device.type != "cpu" or str(call.op) not in BY_SIZE:
+    if device.type != "cpu" or not _depends_on_size(call, slice_pass):
         return None
     with contextlib.suppress(Infeasible, RuntimeError), memory_in_files(folder):
         inexact = _find_inexact(described, {slice_pass: ranges}, device)
@@ -187,7 +187,7 @@ def memory_in_files(folder: str | None) -> Iterator[None]:
 
 def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_bytes: float) -> Exactness:
     """Probe a pass with as many of its slices as fit, and the op that they make up."""
-    if str(call.op) in BY_SIZE:
+    if _depends_on_size(call, slice_pass):
         return Exactness.TOO_LARGE
     is_pointwise = str(call.op) in ELEMENTWISE
     inner = [WIDE if is_pointwise else _count_inner(call, slice_pass, loop) for loop in slice_pass.loops]
@@ -209,6 +209,12 @@ def _probe_smaller(call: OpCall, slice_pass: SlicePass, ranges: Ranges, limit_by
             inexact = _find_inexact(described, {part: ranges}, call.reads[0].device)
             return Exactness.INEXACT if inexact else Exactness.PROVEN_ON_SMALLER_BATCH
     return Exactness.TOO_LARGE
+
+
+def _depends_on_size(call: OpCall, slice_pass: SlicePass) -> bool:
+    """Tell whether slices that agree with a smaller op may differ from the whole one."""
+    is_convolution = str(call.op) in convolution.RULES
+    return str(call.op) in BY_SIZE and not (is_convolution and all(map(_is_over_batch, slice_pass.loops)))
 
 
 def _are_whole_vectors(call: OpCall, slice_pass: SlicePass, ranges: Ranges) -> bool:
