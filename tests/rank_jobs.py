@@ -42,20 +42,27 @@ class End:
 
 
 def run_ranks(
-    folder: pathlib.Path, function: str, *args: Any, ranks: int = 2, seconds: float = 240, ends: Sequence[int] = ()
+    folder: pathlib.Path,
+    function: str,
+    *args: Any,
+    ranks: int = 2,
+    backend: str = "gloo",
+    seconds: float = 240,
+    ends: Sequence[int] = (),
 ) -> list[End]:
     """Run a function of this module in several processes, and wait for them.
 
     Args:
         function: its name, or "module.name" of another module of tests. It is called with the number of the rank and
             `args`; the process group exists.
+        backend: of the process group.
         seconds: after so many, those that still run are killed; their exit code is None.
         ends: ranks for which to wait; by default all. The others are killed then.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # PyTorch is imported once for all ranks
     processes = [
-        context.Process(target=_run, args=(rank, ranks, str(folder), function, args), daemon=True)
+        context.Process(target=_run, args=(rank, ranks, backend, str(folder), function, args), daemon=True)
         for rank in range(ranks)
     ]
     for each in processes:
@@ -75,12 +82,12 @@ def run_ranks(
     return found
 
 
-def _run(rank: int, ranks: int, folder: str, function: str, args: tuple[Any, ...]) -> None:
+def _run(rank: int, ranks: int, backend: str, folder: str, function: str, args: tuple[Any, ...]) -> None:
     text = os.open(f"{folder}/text{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(text, 2)
     os.environ["ELBOWROOM_OP_TIME_STORE"] = "0"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
+    dist.init_process_group(backend, init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
     try:
         module, _, name = function.rpartition(".")
         result = getattr(importlib.import_module(f"tests.{module or 'rank_jobs'}"), name)(rank, *args)
@@ -91,6 +98,11 @@ def _run(rank: int, ranks: int, folder: str, function: str, args: tuple[Any, ...
     os.replace(f"{folder}/part{rank}.pt", f"{folder}/result{rank}.pt")
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def find_device() -> torch.device:
+    """The device that the ranks' process group communicates on."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -293,7 +305,7 @@ def shard(
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+        mesh = init_device_mesh(find_device().type, shape or (dist.get_world_size(),), mesh_dim_names=names)
         for block in model.blocks():  # type: ignore[operator]
             fully_shard(block, mesh=mesh, **options)
         return fully_shard(model, mesh=mesh, **options)
@@ -335,7 +347,7 @@ def parallelize(model: nn.Module, mesh: Any = None) -> nn.Module:
         parallelize_module,
     )  # fmt: skip
 
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh(find_device().type, (dist.get_world_size(),))
     for layer in model.layers:  # type: ignore[union-attr]
         columns = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("query", "key", "value", "up")}
         rows = {name: RowwiseParallel(output_layouts=Shard(1), use_local_output=False) for name in ("out", "down")}
@@ -352,7 +364,7 @@ def parallelize_and_shard(model: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(find_device().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
     parallelize(model, mesh["tensor"])
     for block in model.blocks():  # type: ignore[operator]
         fully_shard(block, mesh=mesh["data"])
@@ -508,15 +520,35 @@ def check_outcome(plain: Outcome, managed: Outcome, budget: int, unseen_bytes: i
     assert managed.moved > 0
 
 
+class CardMeter:
+    """The allocator's own meter of a CUDA device, with the methods of `OutsideMeter`."""
+
+    def count_seconds(self) -> float:
+        torch.cuda.reset_peak_memory_stats()
+        return 0.0
+
+    def stop(self) -> None:
+        torch.cuda.synchronize()
+
+    def find_peak(self, seconds: float) -> int:
+        return torch.cuda.max_memory_allocated()
+
+
 def train(
-    rank: int, case: RankCase, budget: int | None, profile: HardwareProfile, steps: int = STEPS, **options: Any
+    rank: int,
+    case: RankCase,
+    budget: int | None,
+    profile: HardwareProfile,
+    steps: int = STEPS,
+    inspect: Callable[[Room], None] = lambda room: None,
+    **options: Any,
 ) -> Outcome:
-    """Train, in a room if there is a budget."""
+    """Train, in a room if there is a budget, which `inspect` gets after the last step."""
     torch.manual_seed(0)
-    meter = OutsideMeter()
+    meter = CardMeter() if find_device().type == "cuda" else OutsideMeter()
     room: Room | None = None
     try:
-        model = case.spread(case.model())
+        model = case.spread(case.model().to(find_device()))
         optimizer = case.optimizer(model.parameters())
         if budget is not None:
             options = {"min_offload_bytes": 1 << 10, "profile": profile} | options
@@ -533,6 +565,7 @@ def train(
         outcome = Outcome(_list_tensors(model, optimizer) | {"losses": torch.stack(losses)})
         outcome.outside_peak = meter.find_peak(begin)
         if room is not None:
+            inspect(room)
             records = room.journal().steps
             outcome.modes = [each.mode.value for each in records]
             outcome.peaks = [each.peak_bytes or 0 for each in records]
@@ -552,7 +585,7 @@ def _step(rank: int, case: RankCase, model: nn.Module, optimizer: torch.optim.Op
     for part in range(case.micro_batches):
         shape = (case.shape[0] + (rank + index) % 3, *case.shape[1:]) if case.varies else case.shape
         seed = 100 * index + 10 * part + (0 if case.shares else rank)
-        batch = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        batch = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(find_device())
         is_last = part == case.micro_batches - 1
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(is_last)  # type: ignore[operator]

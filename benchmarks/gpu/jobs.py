@@ -282,6 +282,13 @@ def run_features(options: dict[str, Any], report: Report) -> None:
     run_feature(options, report)
 
 
+def run_overhead(options: dict[str, Any], report: Report) -> None:
+    """What a room costs where the program sets the pace."""
+    from benchmarks.gpu.overhead import run_overhead
+
+    run_overhead(options, report)
+
+
 def run_bits(options: dict[str, Any], report: Report) -> None:
     """Small whole models, compared to the last bit."""
     import bits
@@ -293,6 +300,7 @@ JOBS = {
     "machine": run_machine,
     "build": run_build,
     "feature": run_features,
+    "overhead": run_overhead,
     "tests": run_tests,
     "probe": run_probe,
     "bits": run_bits,

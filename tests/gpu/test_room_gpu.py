@@ -99,8 +99,7 @@ def make(name: str) -> Made:
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def machine() -> HardwareProfile:
+def make_machine() -> HardwareProfile:
     """A card with a fast link, so that both moving and computing again are worth it."""
     rates = tuple(
         Rate(kind=kind, dtype=dtype, per_second=1e12, source="made up")
@@ -116,6 +115,11 @@ def machine() -> HardwareProfile:
         tiers=(Tier(name="device", capacity_bytes=1 << 34), Tier(name="host", capacity_bytes=1 << 36)),
         links=(link,), op_latency_seconds=1e-5, hook_seconds=1e-6, alignment_bytes=512,
     )  # fmt: skip
+
+
+@pytest.fixture
+def machine() -> HardwareProfile:
+    return make_machine()
 
 
 @pytest.fixture(autouse=True)
