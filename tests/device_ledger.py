@@ -28,7 +28,11 @@ class DeviceLedger(CudaLedger):
         self.refusals = 0
         self.lifts = 0
         super().__init__(device)
-        library.load().set_count_device_bytes(lambda: (self.memory.live_bytes, self.memory.scope.peak_bytes))
+        library.load().set_count_device_bytes(self._count)
+
+    def _count(self) -> tuple[int, int, int, int]:
+        live_bytes, peak_bytes = self.memory.live_bytes, self.memory.scope.peak_bytes
+        return live_bytes, peak_bytes, live_bytes, peak_bytes
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         self.memory.adopt(tensors)
@@ -83,20 +87,12 @@ def use_device_ledger(monkeypatch: pytest.MonkeyPatch) -> list[DeviceLedger]:
         fraction = share
         made[-1].memory.scope.limit_bytes = int(share * WHOLE_BYTES)
 
-    def read_statistics(device: Any = None) -> dict[str, int]:
-        scope = made[-1].memory.scope
-        return {"allocated_bytes.all.peak": scope.peak_bytes, "reserved_bytes.all.peak": scope.peak_bytes}
-
     class Properties:
         total_memory = WHOLE_BYTES
 
     monkeypatch.setattr("elbowroom.room.make_ledger", make)
     replaced = {
         "get_device_properties": lambda device: Properties(),
-        "memory_allocated": lambda device=None: made[-1].memory.live_bytes,
-        "memory_reserved": lambda device=None: made[-1].memory.live_bytes,
-        "max_memory_allocated": lambda device=None: made[-1].memory.scope.peak_bytes,
-        "memory_stats": read_statistics,
         "reset_peak_memory_stats": lambda device=None: made[-1].memory.scope.reset_peak(),
         "get_per_process_memory_fraction": lambda device=None: fraction,
         "set_per_process_memory_fraction": set_fraction,

@@ -215,9 +215,11 @@ def _answer_statistics(memory: Memory) -> None:
     """Make `torch.cuda.memory_stats`, and functions built on it, work: PyTorch raises for pluggable allocators."""
     bindings: Any = torch._C
 
-    def count_bytes() -> tuple[int, int]:
+    def count_bytes() -> tuple[int, int, int, int]:
         counts = memory.count(torch.cuda.current_device())
-        return counts.allocated_bytes, counts.allocated_peak_bytes
+        return (
+            counts.allocated_bytes, counts.allocated_peak_bytes, counts.reserved_bytes, counts.reserved_peak_bytes
+        )  # fmt: skip
 
     library.load().set_count_device_bytes(count_bytes)
     bindings._cuda_memoryStats = lambda device: nest_statistics(memory.count(device))

@@ -193,12 +193,12 @@ class CudaMeter:
 
     def start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
-        self.base_bytes = torch.cuda.memory_allocated(self._device)
+        self.base_bytes = self._ledger.live_bytes
 
     def begin_op(self) -> tuple[Any, int]:
         self._note_peak()
         # What comes back or leaves during the op is no workspace of it. Most of it does so at the beginning.
-        before = torch.cuda.memory_allocated(self._device) - self._ledger.moved_bytes
+        before = self._ledger.live_bytes - self._ledger.moved_bytes
         torch.cuda.reset_peak_memory_stats(self._device)
         begin = torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self._device):
@@ -214,7 +214,8 @@ class CudaMeter:
         with torch.cuda.device(self._device):
             end.record()
         self._spans.append((begin, end))
-        self._inner.append(torch.cuda.max_memory_allocated(self._device) - before - self._ledger.moved_bytes)
+        _, peak_bytes, _, _ = self._ledger.count_bytes()
+        self._inner.append(peak_bytes - before - self._ledger.moved_bytes)
 
     def stop(self) -> None:
         if self.is_detailed:
@@ -222,9 +223,9 @@ class CudaMeter:
         self._note_peak()
 
     def _note_peak(self) -> None:
-        counts = torch.cuda.memory_stats(self._device)  # read once: the call is slow
-        self.peak_bytes = max(self.peak_bytes, counts.get("allocated_bytes.all.peak", 0))
-        self.resident_bytes = max(self.resident_bytes, counts.get("reserved_bytes.all.peak", 0))
+        _, peak_bytes, _, reserved_bytes = self._ledger.count_bytes()
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self.resident_bytes = max(self.resident_bytes, reserved_bytes)
 
     def op_seconds(self) -> tuple[float, ...]:
         return tuple(begin.elapsed_time(end) * 1e-3 for begin, end in self._spans)

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -71,14 +72,14 @@ std::shared_ptr<OpWatch> make_watch(
       limit.call([&](const py::object& found) { is_made = found.attr("make_room")(op, nbytes).cast<bool>(); });
       return is_made;
     };
-    callbacks.prepare_room = [limit](const std::string& op, int64_t nbytes) {
-      limit.call([&](const py::object& found) { found.attr("prepare_room")(op, nbytes); });
+    callbacks.prepare_room = [limit](const std::string& op, int64_t nbytes, bool is_refused) {
+      limit.call([&](const py::object& found) { found.attr("prepare_room")(op, nbytes, is_refused); });
     };
-    callbacks.begin_unrefused = [limit] {
-      limit.call([&](const py::object& found) { found.attr("begin_unrefused")(); });
+    callbacks.lift_limit = [limit] {
+      limit.call([&](const py::object& found) { found.attr("lift_limit")(); });
     };
-    callbacks.end_unrefused = [limit] {
-      limit.call([&](const py::object& found) { found.attr("end_unrefused")(); });
+    callbacks.restore_limit = [limit] {
+      limit.call([&](const py::object& found) { found.attr("restore_limit")(); });
     };
     callbacks.keep_budget = [limit](const std::string& op) {
       limit.call([&](const py::object& found) { found.attr("keep_budget")(op); });
@@ -258,6 +259,7 @@ void bind_watch(py::module_& module) {
           "Have an object run ops in slices that are refused memory; `wants` is asked about these, and beforehand about "
           "ops whose tensor arguments take at least so many bytes.")
       .def("stop_recording", &OpWatch::pass)
+      .def("restore_limit", &OpWatch::restore_limit, "Have a device's allocator limit requests, unless an op runs that must not be refused any.")
       .def("run_region", &run_region, py::arg("name"), py::arg("inputs"), py::arg("written"), py::arg("call"),
           "Run compiled code, which writes to the `written` tensors, as one op, and return the result of `call`.")
       .def("close", &OpWatch::close, py::call_guard<py::gil_scoped_release>())
@@ -279,10 +281,19 @@ void bind_watch(py::module_& module) {
         PyObject* const callable = py::object(count).release().ptr();  // never freed: a thread may be calling it
         set_count_device_bytes([callable] {
           const PythonCall call;
-          return call.make([&] { return py::handle(callable)(); }).cast<std::pair<int64_t, int64_t>>();
+          const py::object found = call.make([&] { return py::handle(callable)(); });
+          const auto [live, peak, reserved, reserved_peak] = found.cast<std::array<int64_t, 4>>();
+          return DeviceBytes{live, peak, reserved, reserved_peak};
         });
       },
-      py::arg("count"), "Set a function that returns the live bytes and their peak, for a device's allocator that does not count; None to unset.");
+      py::arg("count"), "Set a function that counts instead of the device's allocator, as `count_device_bytes` does; None to unset.");
+  module.def(
+      "count_device_bytes",
+      [](const std::string& device) {
+        const DeviceBytes found = count_device_bytes(c10::Device(device));
+        return std::array{found.live, found.peak, found.reserved, found.reserved_peak};
+      },
+      py::arg("device"), "Return the bytes that a device's allocator has handed out and their peak, and those that it has reserved and theirs.");
   module.def("get_watchers", &get_watchers, "Return the watchers of this thread.");
   module.def("get_active_watchers", &get_active_watchers, "Return the watchers that would run an op now.");
   module.def("is_above_modes", [] { return IS_ABOVE_MODES; }, "Return whether watchers see ops before dispatch modes and tensor subclasses do.");

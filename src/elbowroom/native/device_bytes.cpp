@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <sstream>
+#include <tuple>
 #include <utility>
 
 namespace elbowroom {
@@ -15,39 +16,37 @@ namespace {
 
 constexpr size_t MOST_KNOWN = 1 << 16;
 
-std::function<std::pair<int64_t, int64_t>()> replacement;  // NOLINT: set before the first step
+std::function<DeviceBytes()> replacement;  // NOLINT: set before the first step
 std::mutex growth_mutex;
-std::map<std::pair<std::string, int64_t>, int64_t> growth;  // NOLINT: by op and bytes of its arguments
+std::map<std::tuple<std::string, int64_t, size_t>, int64_t> growth;  // NOLINT: by op and sizes of its arguments
 
 }  // namespace
 
-DeviceBytes count_device_bytes(c10::DeviceType type) {
-  if (replacement) {
-    const auto [live, peak] = replacement();
-    return {live, peak};
-  }
+DeviceBytes count_device_bytes(c10::Device device) {
+  if (replacement) return replacement();
   using c10::CachingAllocator::StatType;
-  const c10::impl::VirtualGuardImpl current(type);
-  const auto counts = c10::getDeviceAllocator(type)->getDeviceStats(current.getDevice().index());
-  const auto& bytes = counts.allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)];
-  return {bytes.current, bytes.peak};
+  if (!device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
+  const auto counts = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+  constexpr auto ALL = static_cast<size_t>(StatType::AGGREGATE);
+  const auto &allocated = counts.allocated_bytes[ALL], &reserved = counts.reserved_bytes[ALL];
+  return {allocated.current, allocated.peak, reserved.current, reserved.peak};
 }
 
-void set_count_device_bytes(std::function<std::pair<int64_t, int64_t>()> count) { replacement = std::move(count); }
+void set_count_device_bytes(std::function<DeviceBytes()> count) { replacement = std::move(count); }
 
-int64_t find_growth(const std::string& op, int64_t nbytes, int64_t unknown) {
+std::optional<int64_t> find_growth(const std::string& op, const Sizes& sizes) {
   const std::lock_guard<std::mutex> guard(growth_mutex);
-  const auto found = growth.find({op, nbytes});
-  return found == growth.end() ? unknown : found->second;
+  const auto found = growth.find({op, sizes.nbytes, sizes.shapes});
+  return found == growth.end() ? std::nullopt : std::optional(found->second);
 }
 
-void note_growth(const std::string& op, int64_t nbytes, const DeviceBytes& before, const DeviceBytes& after) {
-  if (nbytes == 0) return;  // without arguments, what it takes differs from call to call
+void note_growth(const std::string& op, const Sizes& sizes, const DeviceBytes& before, const DeviceBytes& after) {
+  if (sizes.nbytes == 0) return;  // without arguments, what it takes differs from call to call
   // The peak is of this op only if there was none as high before.
   const int64_t most = after.peak > before.peak ? after.peak : after.live;
   const std::lock_guard<std::mutex> guard(growth_mutex);
   if (growth.size() >= MOST_KNOWN) growth.clear();
-  int64_t& known = growth[{op, nbytes}];
+  int64_t& known = growth[{op, sizes.nbytes, sizes.shapes}];
   known = std::max(known, most - before.live);
 }
 

@@ -5,26 +5,29 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
-#include <utility>
+
+#include "op_arguments.h"
 
 namespace elbowroom {
 
+// Allocated, and reserved by the allocator; now, and at most since the peaks were reset.
 struct DeviceBytes {
-  int64_t live = 0, peak = 0;
+  int64_t live = 0, peak = 0, reserved = 0, reserved_peak = 0;
 };
 
-// Of the current device of that type.
-DeviceBytes count_device_bytes(c10::DeviceType type);
+// Of a device; without an index, of the current one of its type.
+DeviceBytes count_device_bytes(c10::Device device);
 
-// Sets a function that returns the live bytes and their peak, for an allocator that does not count.
-void set_count_device_bytes(std::function<std::pair<int64_t, int64_t>()> count);
+// Sets a function that counts instead of the device's allocator.
+void set_count_device_bytes(std::function<DeviceBytes()> count);
 
-// The most bytes that an op with arguments of `nbytes` took so far; `unknown` if it was not seen.
-int64_t find_growth(const std::string& op, int64_t nbytes, int64_t unknown);
+// The most bytes that an op with arguments of these sizes took so far; none if it was not seen.
+std::optional<int64_t> find_growth(const std::string& op, const Sizes& sizes);
 
 // Remembers what an op took.
-void note_growth(const std::string& op, int64_t nbytes, const DeviceBytes& before, const DeviceBytes& after);
+void note_growth(const std::string& op, const Sizes& sizes, const DeviceBytes& before, const DeviceBytes& after);
 
 // The bytes of the request that an allocator's error says it has refused; 0 if it does not say.
 int64_t read_requested_bytes(const std::string& message);

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/SmallVector.h>
+#include <c10/util/hash.h>
 
 #include "op_kinds.h"
 
@@ -37,6 +38,27 @@ inline int64_t count_tensor_bytes(const at::Tensor& tensor) {
 }
 
 // Bytes of the tensors among an op's arguments.
+// Sizes of an op's tensor arguments.
+struct Sizes {
+  int64_t nbytes = 0;
+  size_t shapes = 0;  // a hash
+
+  void add(const at::Tensor& tensor) {
+    nbytes += count_tensor_bytes(tensor);
+    if (!tensor.defined() || tensor.is_nested() || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;
+    shapes = c10::hash_combine(shapes, static_cast<size_t>(tensor.dim()));
+    for (const int64_t size : tensor.sizes()) shapes = c10::hash_combine(shapes, static_cast<size_t>(size));
+  }
+};
+
+inline Sizes measure_boxed(const c10::IValue* arguments, size_t count) {
+  Sizes sizes;
+  for (size_t i = 0; i < count; ++i) {
+    visit_tensors(arguments[i], [&](const at::Tensor& tensor) { sizes.add(tensor); });
+  }
+  return sizes;
+}
+
 inline int64_t count_boxed_bytes(const c10::IValue* arguments, size_t count) {
   int64_t nbytes = 0;
   for (size_t i = 0; i < count; ++i) {

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "ledger.h"
@@ -34,9 +35,9 @@ bool is_out_of_memory(python_error& error) {
 }  // namespace
 
 void OpWatch::call(
-    const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next,
+    const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next,
     const std::function<void()>* restore) {
-  if (!limits_device()) return retry(kind, written, nbytes, next, restore);
+  if (!limits_device()) return retry(kind, written, sizes, next, restore);
   const bool is_repeated = restore != nullptr && !kind.has_other_ways;
   DeviceBytes before;
   const std::function<void()> begin_again = [&] {
@@ -44,8 +45,8 @@ void OpWatch::call(
     before = count_device_bytes(device_);
   };
   try {
-    run_within_limit(kind.name, nbytes, is_repeated, before, [&] {
-      retry(kind, written, nbytes, next, is_repeated ? &begin_again : nullptr);
+    run_within_limit(kind.name, sizes, is_repeated, kind.is_sliceable && slicer_ != nullptr, before, [&] {
+      retry(kind, written, sizes, next, is_repeated ? &begin_again : nullptr);
     });
   } catch (...) {
     forget_ops(written);  // it may be refused after it has run
@@ -53,34 +54,67 @@ void OpWatch::call(
   }
 }
 
+// While an op runs that is not repeated, the allocator refuses nothing that it has. Lifting the limit and restoring it
+// takes longer than most ops, so it stays lifted until an op is repeated whose size is not known.
+class OpWatch::Unrefused {
+ public:
+  Unrefused(OpWatch& watch, bool is_repeated, bool is_known) : watch_(watch), is_counted_(!is_repeated) {
+    if (!is_counted_) {
+      if (!is_known) watch_.restore_limit();
+      return;
+    }
+    std::optional<pybind11::gil_scoped_release> released;  // a thread with the mutex waits for the GIL
+    if (PyGILState_Check() == 1) released.emplace();
+    const std::lock_guard<std::mutex> guard(watch_.lift_mutex_);
+    ++watch_.unrefused_ops_;
+    if (!watch_.is_lifted_) watch_.callbacks_.lift_limit();
+    watch_.is_lifted_ = true;
+  }
+  Unrefused(const Unrefused&) = delete;
+  Unrefused& operator=(const Unrefused&) = delete;
+  ~Unrefused() {
+    if (is_counted_) --watch_.unrefused_ops_;
+  }
+
+ private:
+  OpWatch& watch_;
+  const bool is_counted_;
+};
+
+void OpWatch::restore_limit() {
+  if (!is_lifted_) return;
+  std::optional<pybind11::gil_scoped_release> released;
+  if (PyGILState_Check() == 1) released.emplace();
+  const std::lock_guard<std::mutex> guard(lift_mutex_);
+  if (unrefused_ops_ == 0 && is_lifted_.exchange(false)) callbacks_.restore_limit();
+}
+
 void OpWatch::run_within_limit(
-    const std::string& name, int64_t nbytes, bool is_repeated, DeviceBytes& before, c10::function_ref<void()> next) const {
+    const std::string& name, const Sizes& sizes, bool is_repeated, bool is_sliceable, DeviceBytes& before,
+    c10::function_ref<void()> next) {
   // An op that is seen for the first time takes about as much as its arguments. If it is repeated after a refusal, it
   // need not be guessed.
-  const int64_t growth = find_growth(name, nbytes, is_repeated ? 0 : nbytes);
-  if (count_device_bytes(device_).live + growth > limit_bytes) callbacks_.prepare_room(name, growth);
-  before = count_device_bytes(device_);
-  if (!is_repeated) callbacks_.begin_unrefused();
-  try {
-    next();
-  } catch (...) {
-    if (!is_repeated) callbacks_.end_unrefused();
-    throw;
+  const std::optional<int64_t> known = find_growth(name, sizes);
+  const int64_t growth = known ? *known : is_repeated ? 0 : sizes.nbytes;
+  if (count_device_bytes(device_).live + growth > limit_bytes) {
+    callbacks_.prepare_room(name, growth, known.has_value() && is_sliceable);
   }
-  if (!is_repeated) callbacks_.end_unrefused();
+  before = count_device_bytes(device_);
+  const Unrefused unrefused(*this, is_repeated, known.has_value());
+  next();
   const DeviceBytes after = count_device_bytes(device_);
-  note_growth(name, nbytes, before, after);
+  note_growth(name, sizes, before, after);
   if (after.live > limit_bytes) callbacks_.keep_budget(name);
 }
 
 void OpWatch::retry(
-    const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next,
+    const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next,
     const std::function<void()>* restore) {
   const Running running(kind.name);
   const auto makes_room = [&](const std::string& refusal) {
     if (restore == nullptr) return false;
     const int64_t requested = read_requested_bytes(refusal);
-    const int64_t growth = find_growth(kind.name, nbytes, requested > 0 ? 0 : nbytes);
+    const int64_t growth = find_growth(kind.name, sizes).value_or(requested > 0 ? 0 : sizes.nbytes);
     return callbacks_.make_room(kind.name, std::max(growth, requested));
   };
   for (;;) {
@@ -106,18 +140,19 @@ void OpWatch::retry(
 }
 
 void OpWatch::run_unrecorded(
-    const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next) {
+    const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next) {
   if (kind.is_idle) return next();
   if (!written.empty()) tell(callbacks_.before_write, written);
   static const std::function<void()> nothing = [] {};
-  call(kind, written, nbytes, next, may_retry(kind, written) ? &nothing : nullptr);
+  call(kind, written, sizes, next, may_retry(kind, written) ? &nothing : nullptr);
   if (!written.empty()) tell(callbacks_.after_write, written, true);
   table_->sweep_if_many();
 }
 
 void OpWatch::run_sliced(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next) {
   if (!written.empty()) tell(callbacks_.before_write, written);
-  retry(kind, written, 0, next, nullptr);
+  restore_limit();  // slices that are refused memory become smaller
+  retry(kind, written, Sizes(), next, nullptr);
   if (!written.empty()) tell(callbacks_.after_write, written, true);
 }
 
@@ -133,8 +168,8 @@ void OpWatch::run(
   std::vector<c10::IValue> given;
   // Whether the op is recorded may depend on the bytes of its results.
   if (may_retry(kind, written) || (is_recorded && written.empty())) given.assign(arguments, arguments + count);
-  const int64_t nbytes = limits_device() ? count_boxed_bytes(arguments, count) : 0;
-  if (!is_recorded && given.empty()) return run_unrecorded(kind, written, nbytes, next);
+  const Sizes sizes = limits_device() ? measure_boxed(arguments, count) : Sizes();
+  if (!is_recorded && given.empty()) return run_unrecorded(kind, written, sizes, next);
   if (is_recorded) count_inputs(arguments, count);  // first: if there is no room, nothing has happened yet
   if (!written.empty()) tell(callbacks_.before_write, written);
   RecordedOpPtr recorded;
@@ -148,7 +183,7 @@ void OpWatch::run(
   }
   const int64_t live_before = scope_ == nullptr ? 0 : scope_->begin_op();
   const double begin = read_clock_seconds() - get_thread().lost_seconds;
-  call(kind, written, nbytes, next, restore ? &restore : nullptr);
+  call(kind, written, sizes, next, restore ? &restore : nullptr);
   const double seconds = read_clock_seconds() - get_thread().lost_seconds - begin;
   if (is_recorded && !recorded) {
     int64_t made_bytes = 0;
@@ -166,7 +201,7 @@ void OpWatch::run(
     ++recorded_ops_;
     recorded->seconds = seconds;
     recorded->place = counted.place;
-    const int64_t inner_bytes = scope_ == nullptr ? find_growth(kind.name, nbytes, 0) : scope_->op_peak_bytes() - live_before;
+    const int64_t inner_bytes = scope_ == nullptr ? find_growth(kind.name, sizes).value_or(0) : scope_->op_peak_bytes() - live_before;
     recorded->inner_bytes = std::max<int64_t>(0, inner_bytes);
   }
   if (recorded || !written.empty()) put_down(std::move(recorded), *stack, returned, written, counted.tick);
@@ -184,7 +219,7 @@ void OpWatch::run_region(
     const Running running(name);
     if (limits_device()) {
       DeviceBytes before;
-      run_within_limit(name, nbytes, false, before, next);
+      run_within_limit(name, {.nbytes = nbytes}, false, false, before, next);
     } else {
       next();
     }

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -30,8 +31,9 @@ struct Callbacks {
   std::function<void(const std::string&)> leave;  // the step differs from the expected one, with the reason
   std::function<void(int64_t, bool)> move_state;  // position of an expected op, -1 if none is expected any more; whether it is to run
   std::function<bool(const std::string&, int64_t)> make_room;  // refused an op, of about so many bytes; true to retry
-  std::function<void(const std::string&, int64_t)> prepare_room;  // an op is about to take so many bytes
-  std::function<void()> begin_unrefused, end_unrefused;  // in between, the allocator refuses nothing that it has
+  // An op is about to take so many bytes. Raises an error if it is to be refused without room for them.
+  std::function<void(const std::string&, int64_t, bool)> prepare_room;
+  std::function<void()> lift_limit, restore_limit;  // in between, the allocator refuses nothing that it has
   std::function<void(const std::string&)> keep_budget;  // an op went over it
 };
 
@@ -73,8 +75,8 @@ class OpWatch {
   void run(
       const c10::OperatorHandle& op, const OpKind& kind, const Count& count, c10::DispatchKeySet keys,
       torch::jit::Stack* stack, c10::function_ref<void()> next);
-  // Runs an op that is not recorded, reads `nbytes` and writes to these tensors; `next` may be called again.
-  void run_unrecorded(const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next);
+  // Runs an op that is not recorded, and writes to these tensors. `sizes`: of its arguments. `next` may be called again.
+  void run_unrecorded(const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next);
   // Returns whether an op may be retried after running out of device memory: not if it draws random numbers or writes
   // to its arguments.
   bool may_retry(const OpKind& kind, at::TensorList written = {}) const {
@@ -113,6 +115,8 @@ class OpWatch {
   }
   // Whether requests are limited by what the device's allocator counts.
   bool limits_device() const { return limit_bytes < NEVER; }
+  // Has the device's allocator limit requests again, unless an op runs that must not be refused any.
+  void restore_limit();
   // Whether an op may be refused memory that takes as much as its arguments, twice.
   bool is_tight(int64_t nbytes) const { return scope_ != nullptr && scope_->live_bytes() + 2 * nbytes > scope_->limit_bytes(); }
   // Null if no op runs in slices.
@@ -147,19 +151,21 @@ class OpWatch {
       const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick);
   Count count(const std::string& name);
   bool is_expected(const std::string& name, Count& count);
-  // Calls `next`, which reads `nbytes`. If the device refuses memory, calls `restore` and retries; null: no retry.
+  // Calls `next`. If the device refuses memory, calls `restore` and retries; null: no retry.
   void call(
-      const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next,
+      const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next,
       const std::function<void()>* restore);
   void retry(
-      const OpKind& kind, at::TensorList written, int64_t nbytes, c10::function_ref<void()> next,
+      const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next,
       const std::function<void()>* restore);
   void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, at::TensorList written, int64_t tick);
-  // Calls `next`, which reads `nbytes`, on a device whose allocator does not ask for room. Room is made before, as far as
-  // is known what it takes. Unless it is repeated after a refusal, it is refused nothing that the device has. `before`
+  // Calls `next` on a device whose allocator does not ask for room. Room is made before, as far as is known what it takes;
+  // an op that can run in slices is refused if there is not enough. Unless it is repeated after a refusal, it is refused nothing that the device has. `before`
   // is set to the bytes when it begins; if it is repeated, `next` sets it to those when it began for the last time.
   void run_within_limit(
-      const std::string& name, int64_t nbytes, bool is_repeated, DeviceBytes& before, c10::function_ref<void()> next) const;
+      const std::string& name, const Sizes& sizes, bool is_repeated, bool is_sliceable, DeviceBytes& before,
+      c10::function_ref<void()> next);
+  class Unrefused;
   // Forgets the ops that made these.
   void forget_ops(at::TensorList written);
   // Reports that an op is about to write to these, or has written.
@@ -175,6 +181,9 @@ class OpWatch {
   const double begin_seconds_ = read_clock_seconds();
   std::atomic<double> lost_seconds_{0};
   int64_t resting_bytes_ = 0, least_bytes_ = 0;
+  std::mutex lift_mutex_;
+  std::atomic<int64_t> unrefused_ops_{0};  // that run and must not be refused memory
+  std::atomic<bool> is_lifted_{false};  // changes with the mutex
   // In mode FOLLOW.
   std::vector<std::string> names_;
   std::vector<int64_t> ticks_;

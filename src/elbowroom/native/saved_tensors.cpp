@@ -193,7 +193,7 @@ void SavedTensors::put_down(Event event, int64_t storage, int64_t tick, int64_t 
 
 int64_t SavedTensors::count_live_bytes() const {
   if (const Scope* scope = watch_->table().scope) return scope->live_bytes();
-  return count_device_bytes(device_.type()).live;
+  return count_device_bytes(device_).live;
 }
 
 void SavedTensors::log(std::unordered_set<int64_t> touched, int64_t due_tick) {

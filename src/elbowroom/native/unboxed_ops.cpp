@@ -59,6 +59,11 @@ int64_t count_argument_bytes(const at::Tensor& tensor) { return count_tensor_byt
 template <typename Argument>
 int64_t count_argument_bytes(const Argument&) { return 0; }
 
+void add_sizes(const at::Tensor& tensor, Sizes& sizes) { sizes.add(tensor); }
+
+template <typename Argument>
+void add_sizes(const Argument&, Sizes&) {}
+
 bool is_true(bool value) { return value; }
 
 template <typename Argument>
@@ -158,9 +163,10 @@ struct Unboxed<Op, Result(Arguments...)> {
       return Op::redispatch(keys & BELOW_WATCH, arguments...);
     }
     const Tensors written = kind.may_write ? list_written(kind, arguments...) : Tensors();
-    const int64_t nbytes = is_limited ? (count_argument_bytes(arguments) + ... + int64_t{0}) : 0;
+    Sizes sizes;
+    if (is_limited) (add_sizes(arguments, sizes), ...);
     Returned<Result> returned;
-    watch.run_unrecorded(kind, written, nbytes, [&] { returned = Op::redispatch(keys & BELOW_WATCH, arguments...); });
+    watch.run_unrecorded(kind, written, sizes, [&] { returned = Op::redispatch(keys & BELOW_WATCH, arguments...); });
     return returned.get();
   }
 

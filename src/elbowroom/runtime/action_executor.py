@@ -261,6 +261,7 @@ class ActionExecutor:
             raise InternalError(f"segment {action.segment} was not recorded")
         if missing:
             what = f"a replay of {len(segment.ops)} ops"
+            self._state.watcher.restore_limit()  # it can be repeated
             with self._state.activity_log.replaying():
                 self._retry(lambda: replay(recordings, missing), torch.OutOfMemoryError, nbytes, what)
             self._state.recomputed += 1

@@ -3,7 +3,6 @@ refusal."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -75,18 +74,29 @@ class DeviceLimit:
                 self._executor.perform(actions)
             return True
 
-    def prepare_room(self, op: str, nbytes: int) -> None:
-        """Make room, as far as anything may leave, for what an op probably takes."""
-        with self._lock, contextlib.suppress(Infeasible):
-            self._evict(op, nbytes, leaves_plan=not self._guard.is_left_to_plan)
+    def prepare_room(self, op: str, nbytes: int, is_refused: bool) -> None:
+        """Make room for what an op probably takes.
 
-    def begin_unrefused(self) -> None:
-        """Have the allocator refuse nothing that it has, until `end_unrefused`."""
-        self._guard.begin_unrefused()
+        Args:
+            is_refused: whether to refuse the op if there is not enough room, since it can run in slices.
 
-    def end_unrefused(self) -> None:
+        Raises:
+            Infeasible: nothing more may leave, and the op is refused.
+        """
+        with self._lock:
+            try:
+                self._evict(op, nbytes, leaves_plan=not self._guard.is_left_to_plan)
+            except Infeasible:
+                if is_refused:
+                    raise
+
+    def lift_limit(self) -> None:
+        """Have the allocator refuse nothing that the device has, until `restore_limit`."""
+        self._guard.lift_limit()
+
+    def restore_limit(self) -> None:
         """Have the allocator limit requests again."""
-        self._guard.end_unrefused()
+        self._guard.restore_limit()
 
     def keep_budget(self, op: str) -> None:
         """Make room after an op that went over the budget.

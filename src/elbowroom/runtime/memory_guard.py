@@ -60,11 +60,11 @@ class MemoryGuard:
         """True if the plan keeps the budget, so that it is not left for what an op may take."""
         return self._state.phase.follows_plan and self._spare_bytes >= 0
 
-    def begin_unrefused(self) -> None:
-        """Have the allocator refuse nothing that the device has, until `end_unrefused`."""
+    def lift_limit(self) -> None:
+        """Have the allocator refuse nothing that the device has, until `restore_limit`."""
         self._ledger.lift_limit()
 
-    def end_unrefused(self) -> None:
+    def restore_limit(self) -> None:
         """Have the allocator limit requests again."""
         self._ledger.restore_limit()
 
