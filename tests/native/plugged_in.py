@@ -19,6 +19,7 @@ import torch
 import elbowroom
 from elbowroom.cuda_allocator import use
 from elbowroom.errors import UsageError
+from elbowroom.hooks.ledger import CudaLedger
 from elbowroom.hooks.meter import CudaMeter
 
 runtime = ctypes.CDLL(sys.argv[1])
@@ -114,7 +115,8 @@ torch.cuda.reset_peak_memory_stats(0)
 torch.cuda.reset_accumulated_memory_stats(0)
 assert torch.cuda.max_memory_allocated(0) == 0
 assert "GPU reserved memory" in torch.cuda.memory_summary(0)
-meter = CudaMeter(device, types.SimpleNamespace(moved_bytes=0))
+torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(total_memory=1 << 30)
+meter = CudaMeter(device, CudaLedger(device))
 meter.start()
 with arena.step():
     train()

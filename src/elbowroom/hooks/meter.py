@@ -55,8 +55,12 @@ class Meter(Protocol):
         """Note that an op is about to run. Returns the argument for `end_op`."""
         ...
 
-    def end_op(self, begun: Any) -> None:
-        """Note that an op has run, or has been launched on the device. Not called for an op that failed."""
+    def end_op(self, begun: Any, least_bytes: int = 0) -> None:
+        """Note that an op has run, or has been launched on the device. Not called for an op that failed.
+
+        Args:
+            least_bytes: that it is known to take as a whole, if it has run in slices.
+        """
         ...
 
     def stop(self) -> None:
@@ -128,7 +132,7 @@ class CpuMeter:
     def begin_op(self) -> tuple[float, int]:
         return self._find_stall(), time.time_ns()
 
-    def end_op(self, begun: tuple[float, int]) -> None:
+    def end_op(self, begun: tuple[float, int], least_bytes: int = 0) -> None:
         stalled, begin = begun
         self._begins.append(begin)
         self._ends.append(time.time_ns())
@@ -208,14 +212,14 @@ class CudaMeter:
             begin.record()
         return begin, before
 
-    def end_op(self, begun: tuple[Any, int]) -> None:
+    def end_op(self, begun: tuple[Any, int], least_bytes: int = 0) -> None:
         begin, before = begun
         end = torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self._device):
             end.record()
         self._spans.append((begin, end))
         _, peak_bytes, _, _ = self._ledger.count_bytes()
-        self._inner.append(peak_bytes - before - self._ledger.moved_bytes)
+        self._inner.append(max(least_bytes, peak_bytes - before - self._ledger.moved_bytes))
 
     def stop(self) -> None:
         if self.is_detailed:

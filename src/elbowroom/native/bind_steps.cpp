@@ -288,6 +288,14 @@ void bind_watch(py::module_& module) {
       },
       py::arg("count"), "Set a function that counts instead of the device's allocator, as `count_device_bytes` does; None to unset.");
   module.def(
+      "find_growth",
+      [](const std::string& op, const std::vector<at::Tensor>& tensors) {
+        Sizes sizes;
+        for (const at::Tensor& each : tensors) sizes.add(each);
+        return find_growth(op, sizes).value_or(Growth()).nbytes;
+      },
+      py::arg("op"), py::arg("tensors"), "Return the most bytes that an op with such arguments took on a device whose allocator does not ask for room; 0 if it was not seen there.");
+  module.def(
       "count_device_bytes",
       [](const std::string& device) {
         const DeviceBytes found = count_device_bytes(c10::Device(device));

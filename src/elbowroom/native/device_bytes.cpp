@@ -18,7 +18,7 @@ constexpr size_t MOST_KNOWN = 1 << 16;
 
 std::function<DeviceBytes()> replacement;  // NOLINT: set before the first step
 std::mutex growth_mutex;
-std::map<std::tuple<std::string, int64_t, size_t>, int64_t> growth;  // NOLINT: by op and sizes of its arguments
+std::map<std::tuple<std::string, int64_t, size_t>, Growth> growth;  // NOLINT: by op and sizes of its arguments
 
 }  // namespace
 
@@ -34,20 +34,22 @@ DeviceBytes count_device_bytes(c10::Device device) {
 
 void set_count_device_bytes(std::function<DeviceBytes()> count) { replacement = std::move(count); }
 
-std::optional<int64_t> find_growth(const std::string& op, const Sizes& sizes) {
+std::optional<Growth> find_growth(const std::string& op, const Sizes& sizes) {
   const std::lock_guard<std::mutex> guard(growth_mutex);
   const auto found = growth.find({op, sizes.nbytes, sizes.shapes});
   return found == growth.end() ? std::nullopt : std::optional(found->second);
 }
 
-void note_growth(const std::string& op, const Sizes& sizes, const DeviceBytes& before, const DeviceBytes& after) {
+void note_growth(
+    const std::string& op, const Sizes& sizes, const DeviceBytes& before, const DeviceBytes& after, int64_t requested) {
   if (sizes.nbytes == 0) return;  // without arguments, what it takes differs from call to call
   // The peak is of this op only if there was none as high before.
-  const int64_t most = after.peak > before.peak ? after.peak : after.live;
+  const int64_t most = std::max(after.peak > before.peak ? after.peak : after.live, after.live + requested);
   const std::lock_guard<std::mutex> guard(growth_mutex);
   if (growth.size() >= MOST_KNOWN) growth.clear();
-  int64_t& known = growth[{op, sizes.nbytes, sizes.shapes}];
-  known = std::max(known, most - before.live);
+  Growth& known = growth[{op, sizes.nbytes, sizes.shapes}];
+  known.nbytes = std::max(known.nbytes, most - before.live);
+  known.is_whole |= requested == 0;
 }
 
 int64_t read_requested_bytes(const std::string& message) {

@@ -23,11 +23,18 @@ DeviceBytes count_device_bytes(c10::Device device);
 // Sets a function that counts instead of the device's allocator.
 void set_count_device_bytes(std::function<DeviceBytes()> count);
 
-// The most bytes that an op with arguments of these sizes took so far; none if it was not seen.
-std::optional<int64_t> find_growth(const std::string& op, const Sizes& sizes);
+// What an op takes: the most so far. `is_whole`: whether it has run to its end, and was not always refused more.
+struct Growth {
+  int64_t nbytes = 0;
+  bool is_whole = false;
+};
 
-// Remembers what an op took.
-void note_growth(const std::string& op, const Sizes& sizes, const DeviceBytes& before, const DeviceBytes& after);
+// What an op with arguments of these sizes takes; none if it was not seen.
+std::optional<Growth> find_growth(const std::string& op, const Sizes& sizes);
+
+// Remembers what an op took that has ended, or that has just been refused `requested` bytes.
+void note_growth(
+    const std::string& op, const Sizes& sizes, const DeviceBytes& before, const DeviceBytes& after, int64_t requested = 0);
 
 // The bytes of the request that an allocator's error says it has refused; 0 if it does not say.
 int64_t read_requested_bytes(const std::string& message);

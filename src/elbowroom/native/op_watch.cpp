@@ -46,7 +46,7 @@ void OpWatch::call(
   };
   try {
     run_within_limit(kind.name, sizes, is_repeated, kind.is_sliceable && slicer_ != nullptr, before, [&] {
-      retry(kind, written, sizes, next, is_repeated ? &begin_again : nullptr);
+      retry(kind, written, sizes, next, is_repeated ? &begin_again : nullptr, &before);
     });
   } catch (...) {
     forget_ops(written);  // it may be refused after it has run
@@ -94,13 +94,12 @@ void OpWatch::run_within_limit(
     c10::function_ref<void()> next) {
   // An op that is seen for the first time takes about as much as its arguments. If it is repeated after a refusal, it
   // need not be guessed.
-  const std::optional<int64_t> known = find_growth(name, sizes);
-  const int64_t growth = known ? *known : is_repeated ? 0 : sizes.nbytes;
-  if (count_device_bytes(device_).live + growth > limit_bytes) {
-    callbacks_.prepare_room(name, growth, known.has_value() && is_sliceable);
+  const Growth growth = find_growth(name, sizes).value_or(Growth{is_repeated ? 0 : sizes.nbytes});
+  if (count_device_bytes(device_).live + growth.nbytes > limit_bytes) {
+    callbacks_.prepare_room(name, growth.nbytes, growth.is_whole && is_sliceable);
   }
   before = count_device_bytes(device_);
-  const Unrefused unrefused(*this, is_repeated, known.has_value());
+  const Unrefused unrefused(*this, is_repeated, growth.is_whole);
   next();
   const DeviceBytes after = count_device_bytes(device_);
   note_growth(name, sizes, before, after);
@@ -109,13 +108,14 @@ void OpWatch::run_within_limit(
 
 void OpWatch::retry(
     const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next,
-    const std::function<void()>* restore) {
+    const std::function<void()>* restore, const DeviceBytes* before) {
   const Running running(kind.name);
   const auto makes_room = [&](const std::string& refusal) {
     if (restore == nullptr) return false;
     const int64_t requested = read_requested_bytes(refusal);
-    const int64_t growth = find_growth(kind.name, sizes).value_or(requested > 0 ? 0 : sizes.nbytes);
-    return callbacks_.make_room(kind.name, std::max(growth, requested));
+    if (before != nullptr && requested > 0) note_growth(kind.name, sizes, *before, count_device_bytes(device_), requested);
+    const int64_t guess = requested > 0 ? 0 : sizes.nbytes;
+    return callbacks_.make_room(kind.name, std::max(find_growth(kind.name, sizes).value_or(Growth{guess}).nbytes, requested));
   };
   for (;;) {
     try {
@@ -201,7 +201,7 @@ void OpWatch::run(
     ++recorded_ops_;
     recorded->seconds = seconds;
     recorded->place = counted.place;
-    const int64_t inner_bytes = scope_ == nullptr ? find_growth(kind.name, sizes).value_or(0) : scope_->op_peak_bytes() - live_before;
+    const int64_t inner_bytes = scope_ == nullptr ? find_growth(kind.name, sizes).value_or(Growth()).nbytes : scope_->op_peak_bytes() - live_before;
     recorded->inner_bytes = std::max<int64_t>(0, inner_bytes);
   }
   if (recorded || !written.empty()) put_down(std::move(recorded), *stack, returned, written, counted.tick);

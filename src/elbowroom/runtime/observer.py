@@ -11,7 +11,9 @@ import torch
 class OpRecorder(Protocol):
     """Records ops of the program."""
 
-    def record_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
+    def record_op(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any], least_bytes: int = 0
+    ) -> Any:
         """Record an op, which `call` runs, and return its result."""
         ...
 

@@ -24,6 +24,7 @@ from elbowroom.errors import DeviceFull, Infeasible
 from elbowroom.hooks.compiled_regions import show_regions
 from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
 from elbowroom.hooks.storage_ids import get_plain_storage
+from elbowroom.native import library
 from elbowroom.ops.replayable import iterate_tensors
 from elbowroom.runtime.observer import OpRecorder
 from elbowroom.runtime.slice_choice import Cut, SliceChooser, explain
@@ -132,7 +133,11 @@ class SlicedOps(TorchDispatchMode):
         def call() -> Any:
             return self._run(bind(func, args, kwargs or {}))
 
-        return call() if self._recorder is None else self._recorder.record_op(func, args, kwargs or {}, call)
+        if self._recorder is None:
+            return call()
+        tensors = list(iterate_tensors((*args, *(kwargs or {}).values())))
+        whole_bytes = library.load().find_growth(str(func), tensors)
+        return self._recorder.record_op(func, args, kwargs or {}, call, whole_bytes)
 
     def _run(self, call: OpCall) -> Any:
         name = str(call.op)

@@ -125,15 +125,16 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         return self.record_op(func, args, kwargs, lambda: func(*args, **kwargs))
 
-    def record_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
-        """Record an op, which `call` runs, and return its result."""
+    def record_op(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any], least_bytes: int = 0
+    ) -> Any:
+        """Record an op, which `call` runs, and return its result. `least_bytes`: that it takes as a whole."""
         if self.pauses or not touches_tensors(func):
             return call()
-        entered = time.perf_counter()
-        origin = self._origins.find()
+        entered, origin = time.perf_counter(), self._origins.find()
         reads, why = self._list_reads((*args, *kwargs.values()), find_statistics(func, args))
         begin = time.perf_counter()
-        result = _measure(self._meter, call)
+        result = _measure(self._meter, call, least_bytes)
         end = time.perf_counter()
         written = [
             tensor
@@ -157,8 +158,8 @@ class Tracer(TorchDispatchMode):
         reads, _ = self._list_reads(inputs, ())
         with self.ticks.region():
             result = _measure(self._meter, call)
+        why = "compiled code may have side effects"
         with self._lock:
-            why = "compiled code may have side effects"
             self._ops.add(self._record(name, origin, tuple(reads), written, result, why, 0), None)
         return result
 
@@ -387,12 +388,11 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         return 0  # the formula does not accept this overload's arguments: price the op by its bytes
 
 
-def _measure(meter: Meter | None, run: Callable[[], Any]) -> Any:
-    if meter is None:
-        return run()
-    begun = meter.begin_op()
+def _measure(meter: Meter | None, run: Callable[[], Any], least_bytes: int = 0) -> Any:
+    begun = None if meter is None else meter.begin_op()
     result = run()
-    meter.end_op(begun)
+    if meter is not None:
+        meter.end_op(begun, least_bytes)
     return result
 
 
