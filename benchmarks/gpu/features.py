@@ -55,7 +55,6 @@ class Feature:
         self.profile = elbowroom.load(HardwareProfile, options["profile"])
         self.spec = dict(MODELS[options["name"]][options["tiny"]])
         self.backend = options.get("backend", "")
-        make_repeatable(strict=False)
 
     def make(self) -> Workload:
         """Build the model, the same each time."""
@@ -90,6 +89,19 @@ class Feature:
         copied = {kind: [each.detach().cpu().clone() for each in found] for kind, found in tensors.items()}
         return {**copied, "seconds": seconds[-1]}
 
+    def train_plain(self, report: Report) -> dict[str, Any]:
+        """Train without a room, twice, and report whether plain PyTorch repeats itself."""
+        try:
+            make_repeatable(strict=True)
+            plain = self.train(self.make())
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            make_repeatable(strict=False)  # an op has no deterministic form: perhaps it repeats itself all the same
+            plain = self.train(self.make())
+        report({"plain_differences": find_differences(plain, self.train(self.make()))})
+        return plain
+
     def compare(self, budget_bytes: int, plain: dict[str, Any], **config: Any) -> dict[str, Any]:
         """Train within a budget, and compare with plain."""
         workload = self.make()
@@ -122,14 +134,14 @@ class Feature:
 
 def try_state(feature: Feature, report: Report) -> None:
     """Train within 0.6 of the bytes of parameters and optimizer state."""
-    plain = feature.train(feature.make())
+    plain = feature.train_plain(report)
     state_bytes = 3 * sum(each.nbytes for each in plain["parameters"])
     report({"state_bytes": state_bytes, **feature.compare(int(0.6 * state_bytes), plain)})
 
 
 def try_slices(feature: Feature, report: Report) -> None:
     """Train within 0.7 of what whole ops need; if no exact cut is found on this device, with sums in any order."""
-    plain = feature.train(feature.make())
+    plain = feature.train_plain(report)
     workload = feature.make()
     need = elbowroom.smallest_budget(workload.model, workload.optimizer, workload.step, profile=feature.profile)
     del workload
@@ -144,7 +156,7 @@ def try_slices(feature: Feature, report: Report) -> None:
 
 def try_compiled(feature: Feature, report: Report) -> None:
     """Train a compiled model halfway between the smallest budget and the plain peak."""
-    plain = feature.train(feature.make())
+    plain = feature.train_plain(report)
     floor, top = feature.find_need()
     report(feature.compare((floor + top) // 2, plain))
 
@@ -154,7 +166,7 @@ def try_addresses(feature: Feature, report: Report) -> None:
     if feature.device.type != "cuda":
         report({"skipped": "the planned allocator is for CUDA"})
         return
-    plain = feature.train(feature.make())
+    plain = feature.train_plain(report)
     floor, top = feature.find_need()
     torch.cuda.reset_peak_memory_stats(feature.device)
     found = feature.compare((floor + top) // 2, plain)

@@ -68,7 +68,7 @@ def run_tests(options: dict[str, Any], report: Report) -> None:
     arguments = [str(ROOT / "tests" / "gpu"), "-q", "-p", "no:cacheprovider", "--tb=short", "--durations=9", "-rN",
                  "-p", "benchmarks.gpu.own_tests"]  # fmt: skip
     if importlib.util.find_spec("xdist") is not None:
-        arguments += ["--numprocesses=5", "--dist=worksteal"]
+        arguments += ["--numprocesses=7", "--dist=worksteal"]
     if importlib.util.find_spec("hypothesis") is None:
         print("hypothesis is not installed: tests/conftest.py and its check for leaks are left out", flush=True)
         arguments.append("--noconftest")
@@ -264,15 +264,12 @@ def run_machine(options: dict[str, Any], report: Report) -> None:
 
 
 def run_build(options: dict[str, Any], report: Report) -> None:
-    """The planner's loops and the C++ extension, compiled."""
-    from elbowroom.compilation import compile_loops
+    """The C++ extension, compiled."""
     from elbowroom.native.library import NATIVE, build_library
 
     begin = time.perf_counter()
     build_library(NATIVE)
     report({"extension_seconds": time.perf_counter() - begin})
-    compile_loops(lambda *_: None)
-    report({"seconds": time.perf_counter() - begin})
 
 
 def run_features(options: dict[str, Any], report: Report) -> None:

@@ -36,6 +36,6 @@ def train_case(rank: int, name: str, profile: HardwareProfile) -> dict[float, Ou
     train(rank, case, NO_LIMIT_BYTES, profile, inspect=note_range)
     floor, top = ends
     for share in SHARES:
-        budget = int(1.01 * (floor + share * (top - floor)))
+        budget = int(floor + share * (top - floor))
         found[share] = train(rank, case, budget, profile, strategy="auto:effort=0.1")
     return found

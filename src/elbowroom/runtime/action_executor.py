@@ -304,7 +304,7 @@ class ActionExecutor:
             if self._guard.move_state(missing_bytes, spares_soon=True):
                 continue
             if self._state.phase.follows_plan:
-                self._state.saved_tensors.leave(f"there is no room for {what}")
+                self._state.saved_tensors.leave(f"there is no room for {what}: {missing_bytes} bytes are missing")
             actions = self._guard.evict(missing_bytes, nbytes, what, waits=waits)
             with self._guard.noting_moves():
                 self.perform(actions)

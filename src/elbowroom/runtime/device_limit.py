@@ -63,7 +63,7 @@ class DeviceLimit:
             if missing_bytes <= 0 and was_unpressured:
                 return True
             # Of a plan that is followed while managed, too.
-            self._state.saved_tensors.leave(f"there is no room for {op}")
+            self._state.saved_tensors.leave(f"there is no room for {op}: {max(1, missing_bytes)} bytes are missing")
             try:
                 actions = self._guard.evict(max(1, missing_bytes), nbytes, op)
             except Infeasible:  # if it takes as much: that is not certain
@@ -108,10 +108,14 @@ class DeviceLimit:
             self._evict(op, 0, leaves_plan=True)
 
     def _evict(self, op: str, nbytes: int, *, leaves_plan: bool) -> None:
-        spares_soon = is_followed(self._state_moves)
+        # While a plan is followed, any state rather leaves than that the plan is left.
+        choices = [True, False] if is_followed(self._state_moves) else [False]
         while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
             is_following = self._state.phase is Phase.FOLLOWING_PLAN
-            if not is_following or not self._guard.move_state(missing_bytes, spares_soon=spares_soon):
+            if not is_following or not any(
+                self._guard.move_state(missing_bytes, spares_soon=spares_soon) for spares_soon in choices
+            ):
                 break
-        if missing_bytes > 0 and leaves_plan and self._prepare_to_evict(op):
+        why = f"{op}: {missing_bytes} bytes are missing"
+        if missing_bytes > 0 and leaves_plan and self._prepare_to_evict(why):
             self._executor.make_room(nbytes, op)
