@@ -199,3 +199,39 @@ def test_nothing_is_lost_where_the_card_has_less_than_the_budget(
             optimizer.step()
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_a_convolution_that_is_known_to_have_no_room_runs_in_slices(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not be refused once it runs, so it is refused before."""
+
+    def train_convolutions(budget_bytes: int | None) -> tuple[list[torch.Tensor], Room | None]:
+        torch.manual_seed(0)
+        layers = [torch.nn.Conv2d(3, 64, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(64, 64, 3, padding=1)]
+        model = torch.nn.Sequential(*layers, torch.nn.MaxPool2d(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        images = torch.randn(8, 3, 112, 112)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(images).mean().backward()
+            optimizer.step()
+
+        if budget_bytes == 0:
+            return [torch.tensor(elbowroom.smallest_budget(model, optimizer, step, profile=profile))], None
+        room = None if budget_bytes is None else elbowroom.fit(model, optimizer, budget_bytes, profile=profile)
+        for _ in range(4):
+            with contextlib.nullcontext() if room is None else room.step():
+                step()
+        if room is not None:
+            room.detach()
+        return [each.detach() for each in model.parameters()], room
+
+    plain, _ = train_convolutions(None)
+    budget_bytes = int(0.7 * train_convolutions(0)[0][0])
+    use_fake_card(monkeypatch)
+    ours, room = train_convolutions(budget_bytes)
+    assert room is not None and all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+    peaks = [(each.peak_bytes or 0) / budget_bytes for each in room.journal().steps]
+    assert max(peaks[1:]) <= 1 < peaks[0] and room.metrics()["sliced_ops"] >= 3, peaks
