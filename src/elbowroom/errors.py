@@ -273,6 +273,10 @@ class MemoryRefused(ElbowroomError, MemoryError):
         self.budget_bytes = budget_bytes
 
 
+NO_ROOM = (Infeasible, MemoryRefused)
+"""Errors of a request of memory for which nothing more may leave."""
+
+
 class TierError(ElbowroomError):
     """A tier of memory or disk failed."""
 

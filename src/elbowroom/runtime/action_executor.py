@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from elbowroom.errors import DeviceFull, Infeasible, InternalError, SavedTensorLost, TierError
+from elbowroom.errors import NO_ROOM, DeviceFull, InternalError, SavedTensorLost, TierError
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
@@ -87,7 +87,7 @@ class ActionExecutor:
                             self._recompute(action)
                 except BaseException as error:
                     is_early = isinstance(action, Reload) and self._machine.state(action.storage) is State.ARRIVING
-                    if is_early and isinstance(error, Infeasible):
+                    if is_early and isinstance(error, NO_ROOM):
                         self._correct(action)  # it is repeated when the storage is needed, and may find room then
                         continue
                     for undone in (*actions[position:], *later):

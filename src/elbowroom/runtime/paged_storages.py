@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elbowroom.errors import DeviceFull, Infeasible, InternalError, TierError
+from elbowroom.errors import NO_ROOM, DeviceFull, Infeasible, InternalError, TierError
 from elbowroom.hooks.compiled_regions import undisturbed
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.ledger import Ledger
@@ -131,7 +131,7 @@ class PagedStorages:
             return
         restoring = self._restoring.setdefault(record, object())
         contents = None
-        with contextlib.suppress(TierError, InternalError, Infeasible):
+        with contextlib.suppress(TierError, InternalError, *NO_ROOM):
             contents = self._reload(record, copy)
         if contents is None or not self.slicing.acquire(blocking=False):
             return  # an op in slices may be writing to its copy

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from elbowroom._folders import find_temporary
-from elbowroom.errors import Infeasible
+from elbowroom.errors import NO_ROOM, Infeasible, MemoryRefused
 from elbowroom.ir.slicing import SlicePass, count_parts, count_whole_bytes
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
 from elbowroom.slicing.op_call import OpCall
@@ -98,7 +98,7 @@ class SliceChooser:
         parts: Mapping[SlicePass, tuple[int, ...]], budget_bytes: int,
     ) -> tuple[tuple[SlicePass, ...], Exactness] | None:  # fmt: skip
         for share in PROBED:
-            with contextlib.suppress(Infeasible):
+            with contextlib.suppress(*NO_ROOM):
                 if str(call.op) in ELEMENTWISE and find_telling(call) is None:
                     parts = {each: tuple(loop.length for loop in each.loops) for each in parts}  # any others, too
                 return find_exact(
@@ -108,8 +108,10 @@ class SliceChooser:
         return None
 
 
-def explain(refusal: Infeasible, call: OpCall, *, is_exact: bool) -> Infeasible:
+def explain(refusal: Infeasible | MemoryRefused, call: OpCall, *, is_exact: bool) -> Infeasible | MemoryRefused:
     """Return the error for an op that was refused as a whole, with the reason why it cannot run in slices."""
+    if isinstance(refusal, MemoryRefused):
+        return refusal
     reason = "it cannot run in slices with these arguments"
     if is_exact and find_passes(call.op, *call.order(call.values), with_partial=True):
         reason = (

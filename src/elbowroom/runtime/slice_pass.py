@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elbowroom.errors import Infeasible, TransferFailed
+from elbowroom.errors import NO_ROOM, TransferFailed
 from elbowroom.ir.slicing import Bounds, SlicePass, iterate_slices
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.sections import Section, Sections, find_packed_strides
@@ -73,7 +73,7 @@ def run_pass(
             itself, but not always in the same way (`slicing/vector_ends.py`).
 
     Raises:
-        Infeasible: there is no room for a slice.
+        Infeasible, MemoryRefused: there is no room for a slice.
     """
     running = _Pass(sections, call, slice_pass, results, may_halve=may_halve)
     try:
@@ -158,7 +158,7 @@ class _Pass:
         refusal = None
         try:
             self._compute(bounds, None)
-        except Infeasible as error:
+        except NO_ROOM as error:
             refusal = error.with_traceback(None)  # its frames hold the slice's tensors
         if refusal is None:
             return

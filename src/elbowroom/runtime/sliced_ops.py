@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elbowroom.errors import DeviceFull, Infeasible
+from elbowroom.errors import NO_ROOM, DeviceFull, Infeasible, MemoryRefused
 from elbowroom.hooks.compiled_regions import show_regions
 from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
 from elbowroom.hooks.storage_ids import get_plain_storage
@@ -73,7 +73,7 @@ class SlicedOps(TorchDispatchMode):
         self._sections = pager.sections
         self._is_exact = is_exact
         self._chooser = SliceChooser(is_exact=is_exact, folder=folder)
-        self._refusals: dict[tuple[Any, ...], Infeasible] = {}
+        self._refusals: dict[tuple[Any, ...], Infeasible | MemoryRefused] = {}
         self._sizes: dict[tuple[Any, ...], _SliceSizes] = {}  # by op and shapes: those that have no room as a whole
         self._table: Any = None
         self._lock: Any = contextlib.nullcontext()
@@ -120,7 +120,7 @@ class SlicedOps(TorchDispatchMode):
         key = _find_key(name, tensors)
         if refusal is None:
             return key in self._sizes
-        if not isinstance(refusal, Infeasible) or name not in list_rules():
+        if not isinstance(refusal, NO_ROOM) or name not in list_rules():
             return False
         refusal.__context__ = refusal.__cause__ = None  # their frames hold tensors, as its own do
         self._refusals[key] = refusal.with_traceback(None)
@@ -182,7 +182,7 @@ class SlicedOps(TorchDispatchMode):
                 if not self.page_out(call.reads) and not self._make_room():
                     raise
 
-    def _explain(self, key: tuple[Any, ...], call: OpCall) -> Infeasible:
+    def _explain(self, key: tuple[Any, ...], call: OpCall) -> Infeasible | MemoryRefused:
         """Return the error of an op that cannot run in slices. It is forgotten here: its frames will hold tensors."""
         self._sizes.pop(key, None)
         return explain(self._refusals.pop(key), call, is_exact=self._is_exact)
@@ -198,14 +198,15 @@ class SlicedOps(TorchDispatchMode):
 
     def _try(
         self, call: OpCall, cut: Cut, described: Sequence[torch.Tensor], *, overlaps: bool
-    ) -> list[torch.Tensor] | Infeasible:
+    ) -> list[torch.Tensor] | Infeasible | MemoryRefused:
         """Run an op in slices. If there is no room, return the error; nothing has happened then.
 
         Args:
             overlaps: whether a slice is computed while the next is read and the last written.
 
         Raises:
-            Infeasible: there is no room for the rest of an in-place op, whose argument is partly written.
+            Infeasible, MemoryRefused: there is no room for the rest of an in-place op, whose argument is partly
+                written.
         """
         results = None
         try:
@@ -218,7 +219,7 @@ class SlicedOps(TorchDispatchMode):
                 )  # fmt: skip
             results.finish(self._sections)
             return results.tensors
-        except (Infeasible, DeviceFull, torch.OutOfMemoryError) as error:
+        except (*NO_ROOM, DeviceFull, torch.OutOfMemoryError) as error:
             if results is not None and results.is_changed:
                 raise
             refusal = error
@@ -226,7 +227,7 @@ class SlicedOps(TorchDispatchMode):
             if results is not None:
                 results.drop(self._sections)
         traceback.clear_frames(refusal.__traceback__)  # they hold the slice's tensors
-        if isinstance(refusal, Infeasible):
+        if isinstance(refusal, NO_ROOM):
             return refusal.with_traceback(None)
         return Infeasible(  # of a device's allocator, which does not say what is missing
             needed_bytes=self._budget_bytes + 1, budget_bytes=self._budget_bytes, op=str(call.op), is_whole_step=False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from elbowroom.errors import Infeasible
+from elbowroom.errors import NO_ROOM
 from elbowroom.ir.slicing import Loop, SlicePass, iterate_slices
 from elbowroom.native import library
 from elbowroom.slicing.bits import equal_bits
@@ -168,7 +168,7 @@ def _probe_in_files(
     device = call.reads[0].device
     if device.type != "cpu" or not _depends_on_size(call, slice_pass):
         return None
-    with contextlib.suppress(Infeasible, RuntimeError), memory_in_files(folder):
+    with contextlib.suppress(*NO_ROOM, RuntimeError), memory_in_files(folder):
         inexact = _find_inexact(described, {slice_pass: ranges}, device)
         return Exactness.INEXACT if inexact else Exactness.PROVEN
     return None
