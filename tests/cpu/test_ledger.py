@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import pathlib
-import resource
 import subprocess
 import sys
 import threading
@@ -27,6 +25,7 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
 from tests.models import MODELS
 from tests.native.outside_meter import check_program
+from tests.system_limit import fill_memory, limited_data
 
 pytestmark = pytest.mark.usefixtures("activations_only")
 
@@ -423,31 +422,6 @@ def test_a_request_that_fails_is_not_counted(ledger: CpuLedger) -> None:
     with ledger.counting(NO_LIMIT, lambda *_: False), pytest.raises(RuntimeError, match="allocate"):
         make(1 << 50)
     assert ledger.scope.live_bytes == live
-
-
-def read_data_bytes() -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
-
-
-def fill_memory(nbytes: int) -> list[torch.Tensor]:
-    """Take memory in pieces of so many bytes until there is no more."""
-    held = []
-    with contextlib.suppress(RuntimeError, MemoryError):
-        while True:
-            held.append(make(nbytes))
-    return held
-
-
-@contextlib.contextmanager
-def limited_data(nbytes: int) -> Iterator[None]:
-    """The process may have so many bytes of data beyond what it has."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (read_data_bytes() + nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def test_short_steps_share_a_reading_of_the_resident_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from elbowroom.runtime.slice_choice import SliceChooser
 from elbowroom.runtime.spill_queue import SpillJob
 from elbowroom.slicing.registry import list_rules
 from tests.state_jobs import MIN_BYTES, StateJob, adamw, assert_same, list_tensors, run_plain, run_within
+from tests.system_limit import fill_memory, limited_data
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -309,3 +310,23 @@ class _Broken:
 
     def write(self, *_: Any) -> None:
         raise OSError(5, os.strerror(5))
+
+
+def test_an_op_that_the_system_refuses_memory_runs_in_slices(profile: HardwareProfile) -> None:
+    """The budget has room for the whole op, and the process has not."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    images = torch.randn(16, 16, 256, 256)
+
+    def pool() -> torch.Tensor:
+        return functional.max_pool2d(images.cos(), 16)
+
+    plain = pool()
+    with elbowroom.fit(model, adamw(model.parameters()), 384 << 20, profile=profile, mode="dynamic") as room:
+        with room.step(), limited_data(0):
+            filled = fill_memory(1 << 20)  # pages that malloc and the arena still have
+            with limited_data(48 << 20):
+                ours = pool()
+            del filled
+        sliced_ops = room.metrics()["sliced_ops"]
+    assert torch.equal(ours, plain) and sliced_ops >= 1
