@@ -259,3 +259,25 @@ def test_each_method_without_arguments() -> None:
     for kind in ("Tensor.", "UntypedStorage.", "TypedStorage."):
         assert sum(line.startswith(kind) for line in lines) > 50
     assert [line for line in lines if not line.endswith(": the same")] == []
+
+
+def test_gradients_leave_in_a_thread_of_autograd(profile: HardwareProfile) -> None:
+    """On CUDA a backward pass runs there, and all gradients together are larger than the budget."""
+
+    def run_steps(room: Any, job: Any) -> None:
+        for index in range(3):
+            with contextlib.nullcontext() if room is None else room.step():
+                loss = job.model(make_batch(index)).square().mean()
+                error = run_in_thread(loss.backward)
+                assert error is None, error
+                job.optimizers[0].step()
+                job.optimizers[0].zero_grad()
+
+    plain, job = (make_job(lambda each: torch.optim.SGD(each, lr=0.1), make_model()) for _ in range(2))
+    run_steps(None, plain)
+    budget_bytes = int(0.75 * PARAMETER_BYTES)
+    with fit(job, profile, budget_bytes) as room:
+        run_steps(room, job)
+        peaks = [(each.peak_bytes or 0) / budget_bytes for each in room.journal().steps]
+        assert max(peaks) <= 1, peaks
+        assert_same(list_tensors(job), list_tensors(plain))

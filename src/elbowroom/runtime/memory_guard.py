@@ -12,7 +12,7 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.actions import Action
 from elbowroom.ir.events import PressureRaised
 from elbowroom.residency.online import AHEAD
-from elbowroom.runtime.other_threads import OtherThreads
+from elbowroom.runtime.other_threads import OtherThreads, may_look
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.shortage import note_evidence
 from elbowroom.runtime.step_environment import StepEnvironment
@@ -121,8 +121,7 @@ class MemoryGuard:
 
     def explain(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
         """Return the error for an allocation: a lower bound, since what comes after it is not known."""
-        is_own = threading.get_ident() == self._thread  # another thread must not look while this one changes them
-        listed = self._list_residents() if is_own else []
+        listed = self._list_residents() if may_look(self._thread) else []
         residents = [each for each in listed if each.device.type == self._device.type]
         storages = [each.untyped_storage() for each in residents if each.layout is torch.strided]
         here = [each for each in storages if self._pager is None or not self._pager.is_away(each)]

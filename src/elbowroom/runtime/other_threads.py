@@ -1,8 +1,11 @@
-"""Waits for ops of other threads, which keep the model state that they use in memory until they end."""
+"""What threads beside that of the step may do, and how long it waits for their ops, which keep model state in memory."""
 
 from __future__ import annotations
 
+import threading
 import time
+
+import torch
 
 from elbowroom.native import library
 
@@ -10,6 +13,14 @@ LONGEST_WAIT_SECONDS = 1.0
 """Two ops that wait for each other's memory wait so long before one is refused."""
 
 SECONDS_BETWEEN_LOOKS = 0.0005
+
+
+def may_look(thread: int) -> bool:
+    """Tell whether this thread may list what the thread of a step holds, which may be changing that just now.
+
+    It is that thread itself, or one of autograd's: the thread of the step waits for the backward pass.
+    """
+    return threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
 
 
 class OtherThreads:

@@ -22,6 +22,7 @@ from elbowroom.hooks.grouped_step import GroupedStep, find_groupable
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.native import library
+from elbowroom.runtime.other_threads import may_look
 from elbowroom.runtime.paged_storages import PagedStorages
 from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.transfers import Transfers
@@ -257,8 +258,7 @@ class StatePager:
         return chosen
 
     def _list_candidates(self) -> Iterator[torch.UntypedStorage]:
-        if threading.get_ident() != self._thread:
-            # The thread of the step may be changing what it holds just now.
+        if not may_look(self._thread):
             known = [record.storage for record in self.storages.table.list()]
             yield from (
                 each for each in known if each is not None and each.device == self._device and not is_shared(each)
