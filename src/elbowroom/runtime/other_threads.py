@@ -1,4 +1,4 @@
-"""What threads beside that of the step may do, and how long it waits for their ops, which keep model state in memory."""
+"""What threads beside that of the step may do, and how long it waits for their ops, which keep state in memory."""
 
 from __future__ import annotations
 
