@@ -1,4 +1,4 @@
-"""What threads beside that of the step may do, and how long it waits for their ops, which keep state in memory."""
+"""Threads beside that of the step: what they may list, and waiting for their ops, which keep state in memory."""
 
 from __future__ import annotations
 
