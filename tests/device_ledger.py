@@ -38,7 +38,9 @@ class DeviceLedger(CudaLedger):
         self.memory.adopt(tensors)
 
     def adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
+        before, self.memory.scope.limit_bytes = self.memory.scope.limit_bytes, WHOLE_BYTES
         self.memory.adopt_inputs(tensors)  # those made before the room, too, which count on a card all the time
+        self.memory.scope.limit_bytes = before
         return False
 
     def lift_limit(self) -> None:

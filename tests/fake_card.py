@@ -1,4 +1,5 @@
-"""A card on a CPU, for whole rooms: its allocator refuses as CUDA's does, and its copies run on streams of their own.
+"""A card on a CPU, for whole rooms: its allocator refuses as CUDA's does, its copies run on streams of their own, and
+its backward passes in a thread of their own, for which the thread of the step waits.
 
 Ops compute at once. A copy runs as late as the events allow, or at once, or at random: so memory that is written or
 given away before a copy is ordered with it has wrong contents afterwards.
@@ -9,14 +10,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from elbowroom.errors import DeviceFull
 from elbowroom.hooks.storage_ids import get_address
+from elbowroom.native import library
 from elbowroom.runtime.stream_transfers import StreamTransfers
 from elbowroom.runtime.streams import StreamEvent
 from elbowroom.tiers.disk import SpillFile
@@ -115,4 +119,37 @@ def use_fake_card(monkeypatch: pytest.MonkeyPatch, schedule: str = "late") -> li
 
     monkeypatch.setattr("elbowroom.room.open_transfers", open_transfers)
     monkeypatch.setattr("elbowroom.tiers.pinned._new_memory", _allocate_host)
-    return use_device_ledger(monkeypatch)
+    ledgers = use_device_ledger(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "backward", _run_in_thread(torch.Tensor.backward, ledgers))
+    return ledgers
+
+
+def _run_in_thread(backward: Callable[..., None], ledgers: list[DeviceLedger]) -> Callable[..., None]:
+    """Return a function that runs a backward pass in another thread, with the watchers of this one."""
+
+    def run(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+        native = library.load()
+        watchers = native.get_watchers()
+        if not watchers:
+            backward(tensor, *args, **options)
+            return
+        errors: list[BaseException] = []
+
+        def run_here() -> None:
+            before = native.enter_scope(ledgers[-1].memory.scope)
+            native.set_watchers(watchers)
+            try:
+                backward(tensor, *args, **options)
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                native.set_watchers(())
+                native.enter_scope(before)
+
+        thread = threading.Thread(target=run_here)
+        thread.start()
+        thread.join()
+        if errors:
+            raise errors.pop()
+
+    return run
