@@ -55,14 +55,14 @@ class RoomStreams:
         self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
     ) -> FakeEvent:
         return self._enqueue(
-            "out", lambda: _copy(get_address(source) + source_offset, host.data_ptr(), host.numel()), after
+            "out", lambda: _copy(get_address(source) + source_offset, _find_address(host), host.numel()), after
         )
 
     def copy_in(
         self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
     ) -> FakeEvent:
         return self._enqueue(
-            "back", lambda: _copy(host.data_ptr(), get_address(target) + target_offset, host.numel()), after
+            "back", lambda: _copy(_find_address(host), get_address(target) + target_offset, host.numel()), after
         )
 
     def compute_waits(self, event: StreamEvent) -> None:
@@ -98,6 +98,10 @@ class RoomStreams:
                 self._run_until(each)
             copy()
             ended.done = True
+
+
+def _find_address(host: torch.Tensor) -> int:
+    return get_address(host.untyped_storage()) + host.storage_offset()  # as CUDA's copies find it, of bytes
 
 
 def _copy(source: int, target: int, nbytes: int) -> None:

@@ -78,6 +78,7 @@ class CudaPinning:
 @dataclass(slots=True, eq=False)
 class _Slab:
     memory: torch.Tensor
+    address: int
     free: FreeList
     is_pinned: bool
     stays: bool = False  # until `close`
@@ -101,7 +102,7 @@ class SlabBlock:
     @property
     def address(self) -> int:
         """Address of the block."""
-        return self.tensor.data_ptr()
+        return self.slab.address + self.offset
 
 
 class HostSlabs:
@@ -270,10 +271,10 @@ class HostSlabs:
             memory = _new_memory(size)
         except RuntimeError as error:
             raise TierFull(NAME, nbytes, 0, "The system refuses more memory; lower host_bytes=.") from error
-        slab = _Slab(memory, FreeList(size, ALIGNMENT_BYTES), self._may_pin)
+        slab = _Slab(memory, memory.data_ptr(), FreeList(size, ALIGNMENT_BYTES), self._may_pin)
         self._slabs.append(slab)  # before it is pinned, so that `close` unpins it even after an exception
         try:
-            slab.is_pinned = self._may_pin and self._pinning.pin(memory.data_ptr(), size)
+            slab.is_pinned = self._may_pin and self._pinning.pin(slab.address, size)
         except BaseException:
             self._drop(slab)
             raise
@@ -296,7 +297,7 @@ class HostSlabs:
 
     def _drop(self, slab: _Slab) -> None:
         if slab.is_pinned:
-            self._pinning.unpin(slab.memory.data_ptr())
+            self._pinning.unpin(slab.address)
             slab.is_pinned = False
         self._slabs.remove(slab)
         if slab is self._planned:
