@@ -81,6 +81,12 @@ class OpWatch::Unrefused {
   const bool is_counted_;
 };
 
+void OpWatch::run_unrefused(c10::function_ref<void()> next) {
+  if (!limits_device()) return next();
+  const Unrefused unrefused(*this, false, false);
+  next();
+}
+
 void OpWatch::restore_limit() {
   if (!is_lifted_) return;
   std::optional<pybind11::gil_scoped_release> released;

@@ -115,6 +115,8 @@ class OpWatch {
   }
   // Whether requests are limited by what the device's allocator counts.
   bool limits_device() const { return limit_bytes < NEVER; }
+  // Calls `next`, which is refused nothing that the device has.
+  void run_unrefused(c10::function_ref<void()> next);
   // Has the device's allocator limit requests again, unless an op runs that must not be refused any.
   void restore_limit();
   // Whether an op may be refused memory that takes as much as its arguments, twice.

@@ -301,12 +301,13 @@ void run_sliceable(
     return run_in_slices(watch, op, kind, stack);
   }
   const std::vector<c10::IValue> given(arguments, arguments + count);
-  const Statistics statistics(kind, given);
+  std::optional<Statistics> statistics;
+  watch.run_unrefused([&] { statistics.emplace(kind, given); });
   bool has_begun = false;
   try {
     run_whole(op, &kind, keys, stack, has_begun);
   } catch (python_error& refusal) {
-    if (kind.may_write && has_begun && !statistics.restore()) throw;  // its argument may be partly written
+    if (kind.may_write && has_begun && !statistics->restore()) throw;  // its argument may be partly written
     stack->resize(below);
     stack->insert(stack->end(), given.begin(), given.end());
     if (!run_refused(watch, op, kind, stack, refusal)) throw;
