@@ -66,9 +66,9 @@ class OpWatch::Unrefused {
     std::optional<pybind11::gil_scoped_release> released;  // a thread with the mutex waits for the GIL
     if (PyGILState_Check() == 1) released.emplace();
     const std::lock_guard<std::mutex> guard(watch_.lift_mutex_);
-    ++watch_.unrefused_ops_;
-    if (!watch_.is_lifted_) watch_.callbacks_.lift_limit();
+    if (!watch_.is_lifted_) watch_.callbacks_.lift_limit();  // it may throw, and nothing is counted then
     watch_.is_lifted_ = true;
+    ++watch_.unrefused_ops_;
   }
   Unrefused(const Unrefused&) = delete;
   Unrefused& operator=(const Unrefused&) = delete;

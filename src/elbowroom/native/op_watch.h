@@ -153,18 +153,20 @@ class OpWatch {
       const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, int64_t tick);
   Count count(const std::string& name);
   bool is_expected(const std::string& name, Count& count);
-  // Calls `next`. If the device refuses memory, calls `restore` and retries; null: no retry. `before`: the bytes when it
-  // began, if they are limited.
+  // Calls `next`, within the limit if there is one. If the device refuses memory, calls `restore` and retries; null: no
+  // retry.
   void call(
       const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next,
       const std::function<void()>* restore);
+  // The same without making room first. `before`: the bytes when `next` began, if they are limited.
   void retry(
       const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next,
       const std::function<void()>* restore, const DeviceBytes* before = nullptr);
   void put_down(RecordedOpPtr op, const torch::jit::Stack& results, size_t count, at::TensorList written, int64_t tick);
-  // Calls `next` on a device whose allocator does not ask for room. Room is made before, as far as is known what it takes;
-  // an op that can run in slices is refused if there is not enough. Unless it is repeated after a refusal, it is refused nothing that the device has. `before`
-  // is set to the bytes when it begins; if it is repeated, `next` sets it to those when it began for the last time.
+  // Calls `next` on a device whose allocator does not ask for room. Room is made before, as far as is known what it
+  // takes; an op that can run in slices is refused if much of that is missing. Unless it is repeated after a refusal, it
+  // is refused nothing that the device has. `before` is set to the bytes when it begins; if it is repeated, `next` sets
+  // it to those when it began for the last time.
   void run_within_limit(
       const std::string& name, const Sizes& sizes, bool is_repeated, bool is_sliceable, DeviceBytes& before,
       c10::function_ref<void()> next);
