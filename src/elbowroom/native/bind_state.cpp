@@ -21,7 +21,16 @@ std::shared_ptr<StateTable> make_table(const py::object& host) {
   StateTable::Restore restore = [method = Method(host, "restore")](const StateStoragePtr& storage) {
     method.call([&](const py::object& restore) { restore(storage); });
   };
-  return std::make_shared<StateTable>(std::move(restore));
+  StateTable::RunWaiting run_waiting = [method = Method(host, "run_waiting")] {
+    method.call([](const py::object& run) { run(); });
+  };
+  return std::make_shared<StateTable>(std::move(restore), std::move(run_waiting));
+}
+
+std::vector<const c10::StorageImpl*> list_storages(const std::vector<at::Tensor>& tensors) {
+  std::vector<const c10::StorageImpl*> found;
+  for (const at::Tensor& each : tensors) found.push_back(each.storage().unsafeGetStorageImpl());
+  return found;
 }
 
 // Calls compiled code, which reads its inputs and writes to some of them. It frees each input when it has read it, so
@@ -81,6 +90,10 @@ void bind_state(py::module_& module) {
       .def("sweep", &StateTable::sweep, "Forget the storages that are gone, and return their records.")
       .def("clear", &StateTable::clear)
       .def("begin_step", &StateTable::begin_step)
+      .def("note_waiting", [](StateTable& table, const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& written) {
+            table.note_waiting(list_storages(read), list_storages(written));
+          }, py::arg("read"), py::arg("written"),
+          "Note the tensors of ops that wait; `run_waiting` is called before what has to come after them.")
       .def_property_readonly("events", &StateTable::events)
       .def_property_readonly("former_events", &StateTable::former_events);
   module.def("limit_lists", &StateTable::set_most_bytes, py::arg("most_bytes"),
@@ -93,6 +106,8 @@ void bind_state(py::module_& module) {
         const UsesElsewhere uses = count_uses_elsewhere();
         return py::make_tuple(uses.begun, uses.running);
       }, "Return how many uses of memory other threads have begun, and how many of them have not ended.");
+  module.def("run_waiting", [](const py::function& run) { run_waiting([&] { run(); }); }, py::arg("run"),
+      "Call a function that runs ops that waited, as if each of them ran now.");
   module.def("watch_all_threads", &watch_all_threads, py::call_guard<py::gil_scoped_release>(),
       "Watch the ops of other threads if there is managed state.");
   module.def("update_watching", [] {

@@ -144,6 +144,8 @@ class OpWatch {
   // Bytes of the tensor arguments of the smallest op that is known to have no room as a whole.
   std::atomic<int64_t> sliced_bytes{NEVER};
 
+  std::atomic<bool> has_waiting{false};  // whether ops wait, to run in slices together with the next one
+
   std::weak_ptr<SavedTensors> saved_tensors;  // of the same step
 
  private:

@@ -37,11 +37,18 @@ Records& state_records() {
   return *made;
 }
 
+// What ops of one table use that wait.
+struct WaitingOps {
+  std::weak_ptr<StateTable> table;
+  std::vector<const c10::StorageImpl*> read, written;
+};
+
 // What ops use, of all threads. With the mutex.
 struct Ops {
   std::vector<StateUse::Pins*> running;
   int64_t begun = 0;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> lasting;  // used by code that runs beside the program
+  std::vector<WaitingOps> waiting;  // at most one of each table
 };
 
 Ops& state_ops() {
@@ -187,7 +194,20 @@ int64_t StateStorage::count_until_use(int64_t now, int64_t step_events, int64_t 
   return most;
 }
 
-StateTable::StateTable(Restore restore) : restore_(std::move(restore)) { state_mutex(); }
+StateTable::StateTable(Restore restore, RunWaiting run_waiting)
+    : restore_(std::move(restore)), run_waiting_(std::move(run_waiting)) {
+  state_mutex();
+}
+
+void StateTable::note_waiting(std::vector<const c10::StorageImpl*> read, std::vector<const c10::StorageImpl*> written) {
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  auto& waiting = state_ops().waiting;
+  std::erase_if(waiting, [&](const WaitingOps& each) {
+    const auto table = each.table.lock();
+    return table == nullptr || table.get() == this;
+  });
+  if (!written.empty()) waiting.push_back({weak_from_this(), std::move(read), std::move(written)});
+}
 
 StateStoragePtr StateTable::add(const c10::Storage& storage) {
   const std::lock_guard<std::mutex> guard(state_mutex());
@@ -319,6 +339,7 @@ StateUse::StateUse(const StateStoragePtr& storage, bool is_written) {
     if (is_written) storage->is_written = true;
     note_begun(pins_);
     pin(storage);
+    find_waiting(storage->key, is_written ? c10::ArrayRef(storage->key) : c10::ArrayRef<const c10::StorageImpl*>());
   }
   begin(Kind::OTHER);
 }
@@ -346,10 +367,24 @@ void StateUse::start(at::TensorList written, Kind kind) {
     const auto found = records.find(each);
     if (found != records.end()) pin(found->second);
   }
+  c10::SmallVector<const c10::StorageImpl*, 2> written_storages;
   for (const at::Tensor& tensor : written) {
-    const auto found = records.find(find_storage(tensor));
+    const auto found = records.find(written_storages.emplace_back(find_storage(tensor)));
     if (found == records.end() || (kind == Kind::SLICED && found->second->is_away)) continue;
     found->second->is_written = true;
+  }
+  if (kind != Kind::SLICED) find_waiting(pins_.used, written_storages);
+}
+
+void StateUse::find_waiting(
+    c10::ArrayRef<const c10::StorageImpl*> used, c10::ArrayRef<const c10::StorageImpl*> written) {
+  if (state_ops().waiting.empty() || is_running_waiting()) return;
+  const auto any = [](c10::ArrayRef<const c10::StorageImpl*> some, const std::vector<const c10::StorageImpl*>& others) {
+    return std::find_first_of(some.begin(), some.end(), others.begin(), others.end()) != some.end();
+  };
+  for (const WaitingOps& each : state_ops().waiting) {
+    if (!any(used, each.written) && !any(written, each.read)) continue;
+    if (auto table = each.table.lock()) waiting_.push_back(std::move(table));
   }
 }
 
@@ -360,6 +395,7 @@ void StateUse::pin(const StateStoragePtr& storage) {
 }
 
 void StateUse::begin(Kind kind) {
+  for (const auto& table : waiting_) table->run_waiting_();
   c10::SmallVector<StateStoragePtr, 4> away;
   {
     const std::lock_guard<std::mutex> guard(state_mutex());

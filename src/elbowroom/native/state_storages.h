@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Storage.h>
+#include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -63,8 +64,10 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
  public:
   // Called before an op that uses a storage that is away.
   using Restore = std::function<void(const StateStoragePtr&)>;
+  // Called before an op that has to come after those that wait.
+  using RunWaiting = std::function<void()>;
 
-  explicit StateTable(Restore restore);
+  StateTable(Restore restore, RunWaiting run_waiting);
   ~StateTable() { clear(); }
 
   // A tensor whose bytes are away from the beginning, and its record.
@@ -80,6 +83,9 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   void clear();
   // Counts uses from 0.
   void begin_step();
+  // Notes what ops read and write that wait, to run in slices together. Whatever writes to what they read, or uses what
+  // they write, has them run first, except in the code that runs them.
+  void note_waiting(std::vector<const c10::StorageImpl*> read, std::vector<const c10::StorageImpl*> written);
 
   // An event is an op that uses storages of the table. Events count from the beginning of the step.
   int64_t events() const { return events_.load(); }
@@ -98,6 +104,7 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   static inline std::atomic<int64_t> most_bytes{int64_t{1} << 60};
 
   const Restore restore_;
+  const RunWaiting run_waiting_;
   std::atomic<int64_t> events_{0}, clock_{0};
   int64_t former_events_ = 0;
 };
@@ -137,10 +144,13 @@ class StateUse {
  private:
   void use(const at::Tensor& tensor);
   void start(at::TensorList written, Kind kind);
+  // Finds the tables whose ops have to run before one that uses and writes to these. With the mutex.
+  void find_waiting(c10::ArrayRef<const c10::StorageImpl*> used, c10::ArrayRef<const c10::StorageImpl*> written);
   void pin(const StateStoragePtr& storage);
   void begin(Kind kind);
 
   Pins pins_;
+  c10::SmallVector<std::shared_ptr<StateTable>, 1> waiting_;  // tables whose ops that wait have to run first
 };
 
 // Uses by other threads than the calling one: all so far, and those that have not ended.

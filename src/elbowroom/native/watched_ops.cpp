@@ -219,6 +219,27 @@ void run_whole(
   if (OpWatch* const watch = std::exchange(thread.moves, nullptr)) watch->move_state(thread.position, false);
 }
 
+thread_local bool is_running = false;
+
+}  // namespace
+
+void run_waiting(c10::function_ref<void()> run) {
+  const Busy busy;
+  const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
+  const bool before = std::exchange(is_running, true);
+  try {
+    run();
+  } catch (...) {
+    is_running = before;
+    throw;
+  }
+  is_running = before;
+}
+
+bool is_running_waiting() { return is_running; }
+
+namespace {
+
 // The watch that has ops of this thread run in slices; null if there is none.
 OpWatch* find_slicing_watch(const Thread& thread) {
   const Watchers* watchers = thread.busy > 0 ? nullptr : find_watchers(thread);
@@ -241,6 +262,15 @@ bool wants_slices(const OpWatch& watch, const OpKind& kind, const c10::IValue* a
   return python.make([&]() -> py::object { return slicer.attr("wants")(kind.name, tensors, error); }).cast<bool>();
 }
 
+// Runs the ops that wait, if there are any, before one that uses memory.
+void run_ops_that_wait(OpWatch& watch) {
+  if (!watch.has_waiting) return;
+  const PythonCall python;
+  const auto slicer = py::reinterpret_borrow<py::object>(watch.slicer()->ptr(getPyInterpreter()));
+  python.make([&]() -> py::object { return slicer.attr("run_waiting")(); });
+  watch.has_waiting = false;
+}
+
 void run_in_slices(OpWatch& watch, const c10::OperatorHandle& op, const OpKind& kind, torch::jit::Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const c10::IValue* const arguments = stack->data() + (stack->size() - count);
@@ -251,6 +281,11 @@ void run_in_slices(OpWatch& watch, const c10::OperatorHandle& op, const OpKind& 
     const Written written = kind.may_write ? list_written(kind, arguments, count) : Written();
     const Busy busy;
     watch.run_sliced(kind, written, [&] { run_in_python(watch.slicer()->ptr(getPyInterpreter()), op, stack); });
+  }
+  {
+    const PythonCall python;
+    const auto slicer = py::reinterpret_borrow<py::object>(watch.slicer()->ptr(getPyInterpreter()));
+    watch.has_waiting = python.make([&]() -> py::object { return slicer.attr("has_waiting"); }).cast<bool>();
   }
   watch.move_state(counted.position, false);
 }
@@ -300,6 +335,7 @@ void run_sliceable(
   if (count_boxed_bytes(arguments, count) >= watch.sliced_bytes && wants_slices(watch, kind, arguments, count, nullptr)) {
     return run_in_slices(watch, op, kind, stack);
   }
+  run_ops_that_wait(watch);
   const std::vector<c10::IValue> given(arguments, arguments + count);
   std::optional<Statistics> statistics;
   watch.run_unrefused([&] { statistics.emplace(kind, given); });
@@ -324,6 +360,7 @@ void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   const bool is_known = slicing != nullptr || StateTable::is_any_managed();
   if (is_known && op.hasSchema() && !is_without_bytes(op, *stack)) kind = find_kind(op);
   if (slicing != nullptr && kind != nullptr && kind->is_sliceable) return run_sliceable(*slicing, op, *kind, keys, stack);
+  if (slicing != nullptr && kind != nullptr && kind->uses_memory) run_ops_that_wait(*slicing);
   bool has_begun = false;
   run_whole(op, StateTable::is_any_managed() ? kind : nullptr, keys, stack, has_begun);
 }

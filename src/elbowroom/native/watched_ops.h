@@ -64,6 +64,11 @@ inline OpWatch* find_only_watch(const Thread& thread) {
   return thread.watchers != nullptr ? thread.only : find_handed_watch();
 }
 
+// Calls `run`, which runs ops that waited. Those of their slices are below autograd, and unseen by watchers.
+void run_waiting(c10::function_ref<void()> run);
+// Whether this thread does so.
+bool is_running_waiting();
+
 // Marks a watcher as running an op: neither it nor the watchers that ran before it see the ops that it calls.
 class Busy {
  public:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -43,6 +44,8 @@ class PagedStorages:
             other threads. The lock of the step is acquired before it.
         lock: never held while memory is requested, since a thread that makes room takes it.
         offloaded_bytes, reloaded_bytes, dropped_bytes: moved so far; dropped without a copy, since one existed.
+        waiting: runs the ops in slices that wait; None if there are none.
+        unwritten: storages that these write to.
         refusal: why a storage stayed that should have left; "" if none did.
     """
 
@@ -60,7 +63,14 @@ class PagedStorages:
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
         self.dropped_bytes = 0
+        self.waiting: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.unwritten: set[Any] = set()
         self.refusal = ""
+
+    def run_waiting(self) -> None:
+        """Run the ops that wait. Called by the extension, before what has to come after them."""
+        if (run := self.waiting and self.waiting()) is not None:
+            run()
 
     @undisturbed
     def restore(self, record: Any) -> None:
@@ -127,7 +137,7 @@ class PagedStorages:
     def begin_reload(self, record: Any) -> None:
         """Begin bringing a storage back. If that fails, it comes back when it is used."""
         copy = self.copies.get(record)
-        if copy is None or not record.is_away or record in self._arriving:
+        if copy is None or not record.is_away or record in self._arriving or record in self.unwritten:
             return
         restoring = self._restoring.setdefault(record, object())
         contents = None

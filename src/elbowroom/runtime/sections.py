@@ -98,6 +98,12 @@ class Sections:
         self._storages.cancel_reload(record)  # sections are read from the copy, and written to it
         return record
 
+    def note_waiting(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        """Have `run_waiting` called before what has to come after ops that wait, and read and write these tensors."""
+        table = self._storages.table
+        self._storages.unwritten = {table.find(each.untyped_storage()) for each in written} - {None}
+        table.note_waiting(list(read), list(written))
+
     def make(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a tensor whose bytes are away, and not written yet.
 
@@ -117,6 +123,19 @@ class Sections:
             self._made.add(record)
         self._native.watch_all_threads()
         return tensor
+
+    def begin_again(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give tensors that are to be written from the beginning new copies: the former may have failed for good.
+
+        Raises:
+            TierFull, TransferFailed: there is no room for a copy. The rest have their former ones.
+        """
+        for tensor in tensors:
+            if (record := self.find_away(tensor)) is not None:
+                copy = self._transfers.make_copy(record.nbytes)
+                with self._storages.lock:
+                    former, self._storages.copies[record] = self._storages.copies[record], copy
+                self._transfers.discard(former)
 
     def forget(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give up the copies of new tensors that were not written to their end. Nobody has them."""

@@ -76,8 +76,6 @@ class SliceChooser:
         Args:
             results: of the op, as they will be.
         """
-        if self._store is None:
-            self._store = ExactnessStore()
         alternatives = find_passes(call.op, args, kwargs, with_partial=True)
         sizes = (_count_bytes(call.reads), _count_bytes(results))
         whole_bytes = {each: count_whole_bytes(each, *sizes) for each in alternatives}
@@ -93,10 +91,21 @@ class SliceChooser:
         summing = [each for each in alternatives if any(part.sums for part in each)]
         return Cut(summing[0] if summing and not self.is_exact else alternatives[0], parts, Exactness.INEXACT)
 
+    def judge(self, call: OpCall, slice_pass: SlicePass, count: int, budget_bytes: int) -> Exactness | None:
+        """Return the answer of the probe for one loop in so many slices; None if such slices are not allowed."""
+        args, kwargs = call.order(call.values)
+        parts = {slice_pass: (count,)}
+        found = self._find_exact(call, args, kwargs, ((slice_pass,),), parts, budget_bytes)
+        if found is not None:
+            return found[1]
+        return None if self.is_exact else Exactness.INEXACT
+
     def _find_exact(
         self, call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any], alternatives: Alternatives,
         parts: Mapping[SlicePass, tuple[int, ...]], budget_bytes: int,
     ) -> tuple[tuple[SlicePass, ...], Exactness] | None:  # fmt: skip
+        if self._store is None:
+            self._store = ExactnessStore()
         for share in PROBED:
             with contextlib.suppress(*NO_ROOM):
                 if str(call.op) in ELEMENTWISE and find_telling(call) is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,10 @@ from elbowroom.ops.replayable import iterate_tensors
 from elbowroom.runtime.observer import OpRecorder
 from elbowroom.runtime.slice_choice import Cut, SliceChooser, explain
 from elbowroom.runtime.slice_pass import Results, run_pass
+from elbowroom.runtime.slice_sizes import SliceSizes
 from elbowroom.runtime.state_pager import StatePager
+from elbowroom.runtime.stretch import StretchOp
+from elbowroom.runtime.waiting_ops import WaitingOps, may_wait
 from elbowroom.slicing.bounds import is_summed
 from elbowroom.slicing.calls import make_results
 from elbowroom.slicing.exactness_store import Exactness
@@ -41,9 +45,6 @@ logger = logging.getLogger(__name__)
 
 SLICE = 8
 """Tensors of one slice take at most this share of the budget, at first."""
-
-GROWTH = 8
-"""Slices may be as many times larger if smaller ones are not exact: kernels choose other ways for few rows."""
 
 NEVER = 1 << 60
 
@@ -73,8 +74,10 @@ class SlicedOps(TorchDispatchMode):
         self._sections = pager.sections
         self._is_exact = is_exact
         self._chooser = SliceChooser(is_exact=is_exact, folder=folder)
+        self._waiting = WaitingOps(pager.sections, self._chooser)
+        pager.storages.waiting = weakref.WeakMethod(self.run_waiting)
         self._refusals: dict[tuple[Any, ...], Infeasible | MemoryRefused] = {}
-        self._sizes: dict[tuple[Any, ...], _SliceSizes] = {}  # by op and shapes: those that have no room as a whole
+        self._sizes: dict[tuple[Any, ...], SliceSizes] = {}  # by op and shapes: those that have no room as a whole
         self._table: Any = None
         self._lock: Any = contextlib.nullcontext()
         self._budget_bytes = 0
@@ -103,6 +106,7 @@ class SlicedOps(TorchDispatchMode):
         if budget_bytes != self._budget_bytes or has_plan:
             self._sizes.clear()  # the step's ops have room as a whole, or show that they do not
         self._budget_bytes = budget_bytes
+        self._waiting.limit(budget_bytes)
         self._recorder = recorder
         self._table = table
         self._lock = lock
@@ -124,7 +128,7 @@ class SlicedOps(TorchDispatchMode):
             return False
         refusal.__context__ = refusal.__cause__ = None  # their frames hold tensors, as its own do
         self._refusals[key] = refusal.with_traceback(None)
-        self._sizes.setdefault(key, _SliceSizes(max(1, self._budget_bytes // SLICE)))
+        self._sizes.setdefault(key, SliceSizes(max(1, self._budget_bytes // SLICE)))
         return True
 
     def __torch_dispatch__(
@@ -145,25 +149,117 @@ class SlicedOps(TorchDispatchMode):
         described = make_results(call.op, args, kwargs)
         statistics = {each: call[each].clone() for each in call.statistics}  # an op that begins again updates them anew
         key = _find_key(name, list(iterate_tensors((*args, *kwargs.values()))))  # as `wants` is given them
-        sizes = self._sizes.get(key) or _SliceSizes(max(1, self._budget_bytes // SLICE))
         with self._lock, self._sections.slicing, _restoring(call, statistics) as restore:
-            while True:
-                cut = self._choose(call, args, kwargs, described, sizes.slice_bytes)
-                if cut is None:
-                    raise self._explain(key, call)
-                is_allowed = cut.exactness.is_exact or not self._is_exact
-                found = self._try(call, cut, described, overlaps=sizes.overlaps) if is_allowed else None
-                if isinstance(found, list):
-                    break
-                if not self.page_out(call.reads) and not sizes.go_on(cut, was_refused=found is not None):
-                    refusal = found or self._explain(key, call)
-                    self._sizes.pop(key, None)
-                    raise refusal
-                restore()
+            found = self._join(call, described, key)
+            if found is None:
+                self.run_waiting()
+                found = self._run_alone(call, described, key, restore)
+        return _assemble(call, found)
+
+    def _run_alone(
+        self,
+        call: OpCall,
+        described: Sequence[torch.Tensor],
+        key: tuple[Any, ...],
+        restore: Callable[[], None],
+        given: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """Run an op in slices, or have it wait for the next one if its slices are known to fit.
+
+        Args:
+            restore: called before it begins again.
+            given: tensors for its results, if they exist already. It does not wait then.
+        """
+        args, kwargs = call.order(call.values)
+        sizes = self._sizes.get(key) or SliceSizes(max(1, self._budget_bytes // SLICE))
+        while True:
+            cut = self._choose(call, args, kwargs, described, sizes.slice_bytes)
+            if cut is None:
+                raise self._explain(key, call)
+            is_allowed = cut.exactness.is_exact or not self._is_exact
+            if is_allowed and given is None and sizes.are_known and sizes.overlaps:
+                found = self._have_wait(call, cut, described)
+                if found is not None:
+                    return found
+            found = self._try(call, cut, described, given, overlaps=sizes.overlaps) if is_allowed else None
+            if isinstance(found, list):
+                break
+            if not self.page_out(call.reads) and not sizes.go_on(cut, was_refused=found is not None):
+                refusal = found or self._explain(key, call)
+                self._sizes.pop(key, None)
+                raise refusal
+            restore()
         self._sizes[key] = sizes
         sizes.begin_again()
-        self._note(name, cut)
-        return _assemble(call, found)
+        self._note(str(call.op), cut)
+        return found
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether ops wait, to run together with the next one."""
+        return bool(self._waiting)
+
+    def run_waiting(self) -> None:
+        """Run the ops that wait. Called before what has to come after them, in any thread, and at the end of the step.
+
+        Raises:
+            Infeasible, MemoryRefused, TierError: they wait on.
+        """
+        with self._lock, self._sections.slicing:
+            if self._waiting.run() is not None:
+                self._waiting.run_each(self._run_waiting)
+
+    def _run_waiting(self, op: StretchOp) -> None:
+        args, kwargs = op.call.order(op.call.values)
+        key = _find_key(str(op.call.op), list(iterate_tensors((*args, *kwargs.values()))))
+        self._run_alone(op.call, make_results(op.call.op, args, kwargs), key, lambda: None, op.results)
+
+    def _have_wait(self, call: OpCall, cut: Cut, described: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Have an op wait, if that is possible. Return its results."""
+        is_small = any(each.untyped_storage().nbytes() <= self._budget_bytes // LARGE for each in described)
+        if self._recorder is not None or len(cut.passes) > 1 or is_small:
+            return None
+        results = self._make_results(call, cut, described)
+        if not self._waiting.begin(call, cut, results.tensors):
+            results.drop(self._sections)
+            return None
+        self._note(str(call.op), cut)
+        return results.tensors
+
+    def _join(
+        self, call: OpCall, described: Sequence[torch.Tensor], key: tuple[Any, ...]
+    ) -> list[torch.Tensor] | None:
+        """Run an op together with those that wait, or have it wait with them. Return its results; None if it cannot."""
+        if not self._waiting or self._recorder is not None:
+            return None
+
+        sizes = self._sizes.get(key)
+        count, choice = 1, None
+        if sizes is not None and sizes.are_known:
+            alone = self._choose(call, *call.order(call.values), described, sizes.slice_bytes)
+            count = 1 if alone is None else max(alone.parts[alone.passes[0]], default=1)
+        with contextlib.suppress(torch.OutOfMemoryError):  # a device has no room to try it
+            choice = self._waiting.join(call, described, count)
+        if choice is None:
+            return None
+        cut = choice[0]
+        target = find_target(call)
+        results = Results([call.reads[target]], are_new=False) if target is not None else None
+        results = results or self._make_results(call, cut, described)
+        self._waiting.add(call, choice, results.tensors)
+        are_away = all(self._sections.find_away(each) is not None for each in results.tensors)
+        if not are_away or cut.passes[0].is_partial or not may_wait(call):
+            is_done = False
+            try:
+                is_done = self._waiting.run() is None
+            finally:
+                if not is_done:
+                    self._waiting.drop_last()
+                    results.drop(self._sections)
+            if not is_done:
+                return None
+        self._note(str(call.op), cut)
+        return results.tensors
 
     def _choose(
         self,
@@ -197,11 +293,18 @@ class SlicedOps(TorchDispatchMode):
             )  # fmt: skip
 
     def _try(
-        self, call: OpCall, cut: Cut, described: Sequence[torch.Tensor], *, overlaps: bool
+        self,
+        call: OpCall,
+        cut: Cut,
+        described: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor] | None,
+        *,
+        overlaps: bool,
     ) -> list[torch.Tensor] | Infeasible | MemoryRefused:
         """Run an op in slices. If there is no room, return the error; nothing has happened then.
 
         Args:
+            given: tensors for its results, if they exist already.
             overlaps: whether a slice is computed while the next is read and the last written.
 
         Raises:
@@ -210,7 +313,7 @@ class SlicedOps(TorchDispatchMode):
         """
         results = None
         try:
-            results = self._make_results(call, cut, described)
+            results = self._make_results(call, cut, described, given)
             may_halve = not self._is_exact or find_telling(call) is None
             for slice_pass in cut.passes:
                 run_pass(
@@ -254,13 +357,17 @@ class SlicedOps(TorchDispatchMode):
         show_regions()
         restore_before_access(self._pager)
 
-    def _make_results(self, call: OpCall, cut: Cut, described: Sequence[torch.Tensor]) -> Results:
+    def _make_results(
+        self, call: OpCall, cut: Cut, described: Sequence[torch.Tensor], given: Sequence[torch.Tensor] | None = None
+    ) -> Results:
         target = find_target(call)
         if target is not None:
             tensor = call.reads[target]
             is_away = self._sections.find_away(tensor) is not None
             rewritten = self._sections.begin_rewriting(tensor) if is_away else None
             return Results([tensor], rewritten, are_new=False)
+        if given is not None:
+            return Results(list(given), are_new=False)
         tensors = []
         for index, like in enumerate(described):
             is_sum = any(index in each.results and is_summed(index, each) for each in cut.passes)
@@ -289,52 +396,6 @@ def _restoring(call: OpCall, statistics: Mapping[str, torch.Tensor]) -> Iterator
     except BaseException:
         restore()
         raise
-
-
-class _SliceSizes:
-    """Sizes of slices to try: those of the last time; larger ones while none is exact; and then smaller ones.
-
-    Attributes:
-        slice_bytes: at most so many are to be in a slice.
-        overlaps: whether a slice is computed while the next is read and the last written.
-    """
-
-    def __init__(self, slice_bytes: int) -> None:
-        self._first_bytes = self.slice_bytes = slice_bytes
-        self._may_grow = True
-        self.overlaps = True
-
-    def begin_again(self) -> None:
-        """Begin with the size that was found."""
-        self._may_grow = True
-
-    def go_on(self, cut: Cut, *, was_refused: bool) -> bool:
-        """Choose the next size. Return False if there is none.
-
-        Args:
-            cut: with the present size.
-            was_refused: whether there was no room for it; otherwise it is not exact.
-        """
-        if not was_refused and self._may_grow and self.slice_bytes < GROWTH * self._first_bytes:
-            self.slice_bytes *= 2
-            return True
-        if was_refused and self.overlaps and self.slice_bytes > self._first_bytes:
-            self.overlaps = False  # smaller ones are not exact
-            return True
-        if self._may_grow:
-            self._may_grow = False
-            self.overlaps = True
-            self.slice_bytes = min(self.slice_bytes, self._first_bytes)
-            if not was_refused:
-                self.slice_bytes //= 2
-                return True
-        if not cut.is_finest:
-            self.slice_bytes //= 2
-            return self.slice_bytes > 0
-        if was_refused and self.overlaps:
-            self.overlaps = False
-            return True
-        return False
 
 
 def _find_key(name: str, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:

@@ -1,0 +1,57 @@
+"""SliceSizes: how large the slices of one op are."""
+
+from __future__ import annotations
+
+from elbowroom.runtime.slice_choice import Cut
+
+GROWTH = 8
+"""Slices may be as many times larger if smaller ones are not exact: kernels choose other ways for few rows."""
+
+
+class SliceSizes:
+    """Sizes of slices to try: those of the last time; larger ones while none is exact; and then smaller ones.
+
+    Attributes:
+        slice_bytes: at most so many are to be in a slice.
+        are_known: whether the op has run in slices of this size.
+        overlaps: whether a slice is computed while the next is read and the last written.
+    """
+
+    def __init__(self, slice_bytes: int) -> None:
+        self._first_bytes = self.slice_bytes = slice_bytes
+        self._may_grow = True
+        self.are_known = False
+        self.overlaps = True
+
+    def begin_again(self) -> None:
+        """Begin with the size that was found."""
+        self._may_grow = True
+        self.are_known = True
+
+    def go_on(self, cut: Cut, *, was_refused: bool) -> bool:
+        """Choose the next size. Return False if there is none.
+
+        Args:
+            cut: with the present size.
+            was_refused: whether there was no room for it; otherwise it is not exact.
+        """
+        if not was_refused and self._may_grow and self.slice_bytes < GROWTH * self._first_bytes:
+            self.slice_bytes *= 2
+            return True
+        if was_refused and self.overlaps and self.slice_bytes > self._first_bytes:
+            self.overlaps = False  # smaller ones are not exact
+            return True
+        if self._may_grow:
+            self._may_grow = False
+            self.overlaps = True
+            self.slice_bytes = min(self.slice_bytes, self._first_bytes)
+            if not was_refused:
+                self.slice_bytes //= 2
+                return True
+        if not cut.is_finest:
+            self.slice_bytes //= 2
+            return self.slice_bytes > 0
+        if was_refused and self.overlaps:
+            self.overlaps = False
+            return True
+        return False
