@@ -184,6 +184,8 @@ class StatePager:
             TierError, Infeasible: as for `PagedStorages.restore`.
         """
         table = self.storages.table
+        if is_written:
+            self.storages.run_waiting()  # ops may wait that read it
         # A storage whose address is known must not be moved out as an op's argument either. A closed room moves none.
         adds = is_lasting and self._budget_bytes is not None and self._native.is_any_state_managed()
         record = table.add(storage) if adds else table.find(storage)

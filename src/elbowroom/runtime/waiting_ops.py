@@ -7,7 +7,6 @@ next on the memory that it reads and writes has it run first, unless that joins 
 from __future__ import annotations
 
 import contextlib
-import functools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
@@ -38,14 +37,13 @@ def may_wait(call: OpCall) -> bool:
     """Tell whether an op may run later.
 
     Not if it would raise an error for what its arguments hold (indices, unless they come from the forward pass, which
-    has checked them), if others may write to these unnoticed, or if dispatch modes are to see its slices.
+    has checked them), or if others may write to these unnoticed.
     """
     has_indices = any(not each.is_floating_point() and each.dtype is not torch.bool for each in call.reads)
     return (
         may_join(call)
         and (not has_indices or "backward" in str(call.op))
         and not any(is_shared(each.untyped_storage()) for each in call.reads)
-        and torch._C._len_torch_dispatch_stack() == 0
     )
 
 
@@ -152,9 +150,15 @@ class WaitingOps:
         Raises:
             TierError: a section could not be read or written. All of it waits on.
         """
+        refusals: list[Exception | None] = []
+        if self._stretch is not None:
+            with self._as_before():
+                self._native.run_waiting(lambda: refusals.append(self._run()))
+        return refusals[0] if refusals else None
+
+    def _run(self) -> Exception | None:
         stretch = self._stretch
-        if stretch is None:
-            return None
+        assert stretch is not None
         if not stretch.find_needed():
             self._sections.forget(stretch.list_made())
             self.clear()
@@ -162,8 +166,7 @@ class WaitingOps:
         refusal: Exception
         self._begin_again()
         try:
-            with self._as_before():
-                self._native.run_waiting(stretch.run)
+            stretch.run()
         except (*NO_ROOM, DeviceFull, torch.OutOfMemoryError) as error:
             refusal = error
         else:
@@ -176,11 +179,15 @@ class WaitingOps:
     def run_each(self, run: Callable[[StretchOp], None]) -> None:
         """Run what waits one by one. If that fails, the rest waits on."""
         while self._stretch is not None:
-            op = self._stretch.ops[0]
-            self._begin_again()
             with self._as_before():
-                self._native.run_waiting(functools.partial(run, op))
-            self.drop(op)
+                self._native.run_waiting(lambda: self._run_first(run))
+
+    def _run_first(self, run: Callable[[StretchOp], None]) -> None:
+        assert self._stretch is not None
+        op = self._stretch.ops[0]
+        self._begin_again()
+        run(op)
+        self.drop(op)
 
     def drop(self, op: StretchOp) -> None:
         """Forget an op that has run, or is not to run."""
