@@ -196,7 +196,8 @@ class RunningStep:
 
     def _finish_at_end(self, runner: StepRunner) -> None:
         self._attached.enter_context(ending_step(runner.finish))
-        self._attached.enter_context(ending_step(runner.run_waiting))
+        if runner.sliced_ops is not None:
+            self._attached.enter_context(ending_step(runner.sliced_ops.run_waiting))
         end_in_workers()
 
     def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:

@@ -16,7 +16,7 @@ from elbowroom.errors import Infeasible, TransferFailed
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
 from elbowroom.runtime import stretch
-from elbowroom.runtime.stretch import Stretch
+from elbowroom.runtime.stretch import SlicedStretch
 from tests.cpu.test_sliced_attacks import count_slices, fit_anything, make_random
 from tests.cpu.test_sliced_ops import JOBS, LanguageModel, make_job
 from tests.state_jobs import assert_same, get_pager, run_plain, run_within
@@ -30,14 +30,14 @@ BUDGET = 5 << 20
 def stretches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Names of the ops that ran together, for each stretch that ran to its end."""
     found: list[tuple[str, ...]] = []
-    run = Stretch.run
+    run = SlicedStretch.run
 
-    def note(self: Stretch) -> None:
+    def note(self: SlicedStretch) -> None:
         names = tuple(op.call.op._schema.name.removeprefix("aten::") for op in self.ops)
         run(self)
         found.append(names)
 
-    monkeypatch.setattr(Stretch, "run", note)
+    monkeypatch.setattr(SlicedStretch, "run", note)
     return found
 
 
@@ -200,9 +200,12 @@ def test_reads_of_what_waits(profile: HardwareProfile, how: str, is_in_step: boo
 def test_errors_come_where_indices_are_used(profile: HardwareProfile) -> None:
     table = torch.zeros(10, 3072)
     picks = torch.arange(ROWS) % 10
-    with fit_known(profile, lambda _: functional.embedding(picks, table)) as room, room.step():
-        with pytest.raises(IndexError):
-            functional.embedding(picks + 1, table)
+
+    def embed(rows: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(picks + (rows is table), table)
+
+    with fit_known(profile, embed) as room, room.step(), pytest.raises(IndexError):
+        embed(table)
 
 
 def test_nothing_waits_that_reads_an_array(profile: HardwareProfile) -> None:
@@ -262,14 +265,14 @@ def test_a_failed_write_leaves_nothing_wrong(profile: HardwareProfile, monkeypat
     expected = rows.sin()
     with fit_known(profile, torch.sin) as room, room.step():
         made = rows.sin()
-        write = Stretch.run
+        write = SlicedStretch.run
 
-        def fail(self: Stretch) -> None:
+        def fail(self: SlicedStretch) -> None:
             write(self)
             raise TransferFailed("the disk is full")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Stretch, "run", fail)
+            patch.setattr(SlicedStretch, "run", fail)
             for _ in range(2):
                 with pytest.raises(TransferFailed):
                     made.sum()

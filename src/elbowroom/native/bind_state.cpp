@@ -17,11 +17,11 @@ namespace py = pybind11;
 
 namespace {
 
-std::shared_ptr<StateTable> make_table(const py::object& host) {
+std::shared_ptr<StateTable> make_table(const py::object& host, const py::object& unwritten) {
   StateTable::Restore restore = [method = Method(host, "restore")](const StateStoragePtr& storage) {
     method.call([&](const py::object& restore) { restore(storage); });
   };
-  StateTable::RunWaiting run_waiting = [method = Method(host, "run_waiting")] {
+  StateTable::RunWaiting run_waiting = [method = Method(unwritten, "run_waiting")] {
     method.call([](const py::object& run) { run(); });
   };
   return std::make_shared<StateTable>(std::move(restore), std::move(run_waiting));
@@ -72,7 +72,7 @@ void bind_state(py::module_& module) {
       .def("refill", [](StateStorage& storage, const py::handle& contents) { storage.refill(unpack(contents)); },
           py::arg("contents"), "Take over the memory of another storage.");
   py::class_<StateTable, std::shared_ptr<StateTable>>(module, "StateTable", "The storages of model state of one room.")
-      .def(py::init(&make_table), py::arg("host"))
+      .def(py::init(&make_table), py::arg("host"), py::arg("unwritten"))
       .def("add", [](StateTable& table, const py::handle& storage) { return table.add(unpack(storage)); }, py::arg("storage"))
       .def("make_away",
           [](StateTable& table, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, const py::object& like,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from elbowroom.native import library
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.locks import make_lock
 from elbowroom.runtime.transfers import Transfers
+from elbowroom.runtime.unwritten_storages import UnwrittenStorages
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,7 @@ class PagedStorages:
             other threads. The lock of the step is acquired before it.
         lock: never held while memory is requested, since a thread that makes room takes it.
         offloaded_bytes, reloaded_bytes, dropped_bytes: moved so far; dropped without a copy, since one existed.
-        waiting: runs the ops in slices that wait; None if there are none.
-        unwritten: storages that these write to.
+        unwritten: storages that ops in slices are still to write.
         refusal: why a storage stayed that should have left; "" if none did.
     """
 
@@ -57,20 +56,14 @@ class PagedStorages:
         self.copies: dict[Any, Copy] = {}
         self._arriving: dict[Any, torch.UntypedStorage] = {}
         self._restoring: dict[Any, object] = {}  # until then the copy has not been written to
-        self.table = self._native.StateTable(self)
+        self.unwritten = UnwrittenStorages()
+        self.table = self._native.StateTable(self, self.unwritten)
         self.lock = make_lock()
         self.slicing = make_lock()
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
         self.dropped_bytes = 0
-        self.waiting: weakref.WeakMethod[Callable[[], None]] | None = None
-        self.unwritten: set[Any] = set()
         self.refusal = ""
-
-    def run_waiting(self) -> None:
-        """Run the ops that wait. Called by the extension, before what has to come after them."""
-        if (run := self.waiting and self.waiting()) is not None:
-            run()
 
     @undisturbed
     def restore(self, record: Any) -> None:
@@ -137,7 +130,7 @@ class PagedStorages:
     def begin_reload(self, record: Any) -> None:
         """Begin bringing a storage back. If that fails, it comes back when it is used."""
         copy = self.copies.get(record)
-        if copy is None or not record.is_away or record in self._arriving or record in self.unwritten:
+        if copy is None or not record.is_away or record in self._arriving or record in self.unwritten.records:
             return
         restoring = self._restoring.setdefault(record, object())
         contents = None
@@ -231,10 +224,6 @@ class PagedStorages:
         for copy in self.copies.values():
             self._transfers.discard(copy)
         self.copies.clear()
-
-    def count_away(self) -> int:
-        """Return the bytes that are away."""
-        return sum(record.nbytes for record in self.table.list() if record.is_away)
 
     def _take_arriving(self, record: Any) -> torch.UntypedStorage | None:
         """Wait for a storage that is on its way back. Returns None if there is none, or its copy failed."""

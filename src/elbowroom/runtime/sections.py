@@ -101,7 +101,7 @@ class Sections:
     def note_waiting(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
         """Have `run_waiting` called before what has to come after ops that wait, and read and write these tensors."""
         table = self._storages.table
-        self._storages.unwritten = {table.find(each.untyped_storage()) for each in written} - {None}
+        self._storages.unwritten.records = {table.find(each.untyped_storage()) for each in written} - {None}
         table.note_waiting(list(read), list(written))
 
     def make(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -75,7 +74,7 @@ class SlicedOps(TorchDispatchMode):
         self._is_exact = is_exact
         self._chooser = SliceChooser(is_exact=is_exact, folder=folder)
         self._waiting = WaitingOps(pager.sections, self._chooser)
-        pager.storages.waiting = weakref.WeakMethod(self.run_waiting)
+        pager.storages.unwritten.have_written(self.run_waiting)
         self._refusals: dict[tuple[Any, ...], Infeasible | MemoryRefused] = {}
         self._sizes: dict[tuple[Any, ...], SliceSizes] = {}  # by op and shapes: those that have no room as a whole
         self._table: Any = None
@@ -154,7 +153,7 @@ class SlicedOps(TorchDispatchMode):
             if found is None:
                 self.run_waiting()
                 found = self._run_alone(call, described, key, restore)
-        return _assemble(call, found)
+        return call.assemble(found)
 
     def _run_alone(
         self,
@@ -178,9 +177,9 @@ class SlicedOps(TorchDispatchMode):
                 raise self._explain(key, call)
             is_allowed = cut.exactness.is_exact or not self._is_exact
             if is_allowed and given is None and sizes.are_known and sizes.overlaps:
-                found = self._have_wait(call, cut, described)
-                if found is not None:
-                    return found
+                waiting = self._have_wait(call, cut, described)
+                if waiting is not None:
+                    return waiting
             found = self._try(call, cut, described, given, overlaps=sizes.overlaps) if is_allowed else None
             if isinstance(found, list):
                 break
@@ -196,7 +195,7 @@ class SlicedOps(TorchDispatchMode):
 
     @property
     def has_waiting(self) -> bool:
-        """Whether ops wait, to run together with the next one."""
+        """True while ops wait, to run together with the next one."""
         return bool(self._waiting)
 
     def run_waiting(self) -> None:
@@ -219,20 +218,15 @@ class SlicedOps(TorchDispatchMode):
         is_small = any(each.untyped_storage().nbytes() <= self._budget_bytes // LARGE for each in described)
         if self._recorder is not None or len(cut.passes) > 1 or is_small:
             return None
-        results = self._make_results(call, cut, described)
-        if not self._waiting.begin(call, cut, results.tensors):
-            results.drop(self._sections)
-            return None
-        self._note(str(call.op), cut)
-        return results.tensors
+        found = self._waiting.begin(call, cut, lambda: self._make_results(call, cut, described).tensors)
+        if found is not None:
+            self._note(str(call.op), cut)
+        return found
 
-    def _join(
-        self, call: OpCall, described: Sequence[torch.Tensor], key: tuple[Any, ...]
-    ) -> list[torch.Tensor] | None:
+    def _join(self, call: OpCall, described: Sequence[torch.Tensor], key: tuple[Any, ...]) -> list[torch.Tensor] | None:
         """Run an op together with those that wait, or have it wait with them. Return its results; None if it cannot."""
         if not self._waiting or self._recorder is not None:
             return None
-
         sizes = self._sizes.get(key)
         count, choice = 1, None
         if sizes is not None and sizes.are_known:
@@ -401,12 +395,3 @@ def _restoring(call: OpCall, statistics: Mapping[str, torch.Tensor]) -> Iterator
 def _find_key(name: str, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     nbytes = sum(each.numel() * each.element_size() for each in tensors)
     return (name, nbytes, *((tuple(each.shape), each.dtype) for each in tensors))
-
-
-def _assemble(call: OpCall, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return an op's results in the form of its schema: None where its output mask leaves one out."""
-    returns = call.op._schema.returns
-    if len(returns) == 1:
-        return tensors[0]
-    found = dict(zip(call.find_mask(), tensors, strict=True))
-    return tuple(found.get(position) for position in range(len(returns)))

@@ -185,7 +185,7 @@ class StatePager:
         """
         table = self.storages.table
         if is_written:
-            self.storages.run_waiting()  # ops may wait that read it
+            self.storages.unwritten.run_waiting()  # ops may wait that read it
         # A storage whose address is known must not be moved out as an op's argument either. A closed room moves none.
         adds = is_lasting and self._budget_bytes is not None and self._native.is_any_state_managed()
         record = table.add(storage) if adds else table.find(storage)
@@ -211,7 +211,7 @@ class StatePager:
 
     def count_away(self) -> int:
         """Return the bytes of state that are away."""
-        return self.storages.count_away()
+        return sum(record.nbytes for record in self.storages.table.list() if record.is_away)
 
     def is_away(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether a storage is state that is away."""

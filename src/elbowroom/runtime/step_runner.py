@@ -64,6 +64,7 @@ class StepRunner:
 
     Attributes:
         state: of the step.
+        sliced_ops: runs ops in slices; None if no op may.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class StepRunner:
         self._saved_tensors = self.state.saved_tensors
         self._observer = observer
         self._pager = environment.pager
-        self._sliced_ops = environment.sliced_ops
+        self.sliced_ops = environment.sliced_ops
         self._state_moves: StateMoves | None = None
         # The lock knows which thread holds it: the garbage collector may free packed tensors in the middle of a move.
         self._lock = make_lock()
@@ -288,11 +289,6 @@ class StepRunner:
                 with self._guard.noting_moves():
                     self._executor.perform(actions)
             return True
-
-    def run_waiting(self) -> None:
-        """Run the ops in slices that wait for others."""
-        if self._sliced_ops is not None:
-            self._sliced_ops.run_waiting()
 
     def finish(self) -> None:
         """End the step: from now on no writes are seen, and no room is made."""

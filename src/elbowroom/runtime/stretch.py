@@ -28,7 +28,7 @@ from elbowroom.slicing.op_call import OpCall, find_target
 
 
 class Piece(NamedTuple):
-    """What a slice reads or makes of a tensor: bytes of a storage, in order.
+    """Bytes of a storage that a slice reads or makes, in order.
 
     Attributes:
         begin: offset in the storage, in elements.
@@ -69,7 +69,7 @@ class StretchOp:
     writes: tuple[tuple[Piece, ...], ...]
 
 
-class Stretch:
+class SlicedStretch:
     """Ops in slices that run together.
 
     Args:
@@ -273,7 +273,8 @@ class _Run:
 def _make_alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return another tensor with the same memory: what the program does with its own one does not change it."""
     with Hidden():
-        return torch.ops.aten.alias.default(tensor)
+        alias: torch.Tensor = torch.ops.aten.alias.default(tensor)
+        return alias
 
 
 def _find_piece(view: torch.Tensor) -> Piece | None:
@@ -290,7 +291,7 @@ def _find_piece(view: torch.Tensor) -> Piece | None:
             merged[-1] = merged[-1][0], merged[-1][1] * size
         else:
             merged.append((stride, size))
-    return Piece(view.untyped_storage()._cdata, view.dtype, view.storage_offset(), tuple(merged))
+    return Piece(view.untyped_storage()._cdata, view.dtype, int(view.storage_offset()), tuple(merged))
 
 
 def _count_holders(tensor: torch.Tensor) -> int:

@@ -19,7 +19,7 @@ from elbowroom.ir.slicing import SlicePass, iterate_slices
 from elbowroom.native import library
 from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.slice_choice import Cut, SliceChooser
-from elbowroom.runtime.stretch import Reads, Stretch, StretchOp
+from elbowroom.runtime.stretch import Reads, SlicedStretch, StretchOp
 from elbowroom.slicing.op_call import OpCall, find_target
 from elbowroom.slicing.registry import find_passes
 
@@ -59,7 +59,7 @@ class WaitingOps:
         self._sections = sections
         self._chooser = chooser
         self._native = library.load()
-        self._stretch: Stretch | None = None
+        self._stretch: SlicedStretch | None = None
         self._stream: torch.cuda.Stream | None = None  # on which they run
         self._has_begun = False  # to run, and has failed
         self._budget_bytes = 0
@@ -74,28 +74,31 @@ class WaitingOps:
             self._apart.clear()
         self._budget_bytes = budget_bytes
 
-    def begin(self, call: OpCall, cut: Cut, results: Sequence[torch.Tensor]) -> bool:
-        """Have an op wait. Return whether it does.
+    def begin(
+        self, call: OpCall, cut: Cut, make_results: Callable[[], list[torch.Tensor]]
+    ) -> list[torch.Tensor] | None:
+        """Have an op wait. Return its results; None if it may not.
 
         Args:
-            results: of the op, which are away and not written yet.
+            make_results: makes results that are away and not written yet.
         """
         (slice_pass,) = cut.passes
         if find_target(call) is not None or not _is_simple(slice_pass) or slice_pass.is_partial or not may_wait(call):
-            return False
-        stretch = Stretch(self._sections, len(list(iterate_slices(slice_pass, cut.parts[slice_pass]))))
+            return None
+        stretch = SlicedStretch(self._sections, len(list(iterate_slices(slice_pass, cut.parts[slice_pass]))))
         reads = stretch.find_reads(call, slice_pass)
         if reads is None:
-            return False
+            return None
+        results = make_results()
         stretch.add(call, slice_pass, reads, results)
         self._stretch = stretch
         self._stream = _find_stream(call)
         self._note()
-        return True
+        return results
 
     def join(
         self, call: OpCall, described: Sequence[torch.Tensor], count: int
-    ) -> tuple[Cut, Stretch, Reads] | None:
+    ) -> tuple[Cut, SlicedStretch, Reads] | None:
         """Return how an op can run together with those that wait, which may have to be cut in another way; None if not.
 
         Args:
@@ -122,17 +125,17 @@ class WaitingOps:
         self._apart.add(key)
         return None
 
-    def add(self, call: OpCall, choice: tuple[Cut, Stretch, Reads], results: Sequence[torch.Tensor]) -> None:
+    def add(self, call: OpCall, choice: tuple[Cut, SlicedStretch, Reads], results: Sequence[torch.Tensor]) -> None:
         """Add an op to those that wait."""
         cut, stretch, reads = choice
         stretch.add(call, cut.passes[0], reads, results)
         self._stretch = stretch
         self._note()
 
-    def _list_stretches(self, ops: Sequence[StretchOp], count: int) -> Iterator[Stretch]:
+    def _list_stretches(self, ops: Sequence[StretchOp], count: int) -> Iterator[SlicedStretch]:
         """Yield stretches of ops in so many slices, by all passes that go together and are allowed."""
         if not ops:
-            yield Stretch(self._sections, count)
+            yield SlicedStretch(self._sections, count)
             return
         *former, last = ops
         for stretch in self._list_stretches(former, count):
@@ -140,7 +143,7 @@ class WaitingOps:
                 reads = None if slice_pass.is_partial else stretch.find_reads(last.call, slice_pass)
                 if reads is None or self._chooser.judge(last.call, slice_pass, count, self._budget_bytes) is None:
                     continue
-                found = Stretch(self._sections, count, stretch.ops)
+                found = SlicedStretch(self._sections, count, stretch.ops)
                 found.add(last.call, slice_pass, reads, last.results)
                 yield found
 

@@ -59,6 +59,14 @@ class OpCall:
         positional = tuple(values[each.name] for each in schema if not each.kwarg_only)
         return positional, {each.name: values[each.name] for each in schema if each.kwarg_only}
 
+    def assemble(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the call's results in the form of its schema: None where its output mask leaves one out."""
+        returns = self.op._schema.returns
+        if len(returns) == 1:
+            return tensors[0]
+        found = dict(zip(self.find_mask(), tensors, strict=True))
+        return tuple(found.get(position) for position in range(len(returns)))
+
     def run(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """Call the op with arguments by name. A single result is returned as a tuple of one."""
         positional, named = self.order(values)
