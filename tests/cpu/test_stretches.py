@@ -19,7 +19,8 @@ from elbowroom.runtime import stretch
 from elbowroom.runtime.stretch import SlicedStretch
 from tests.cpu.test_sliced_attacks import count_slices, fit_anything, make_random
 from tests.cpu.test_sliced_ops import JOBS, LanguageModel, make_job
-from tests.state_jobs import assert_same, get_pager, run_plain, run_within
+from tests.fake_card import use_fake_card
+from tests.state_jobs import assert_same, fit, get_pager, list_tensors, run_plain, run_within
 
 ROWS = 768
 BUDGET = 5 << 20
@@ -61,6 +62,24 @@ def test_jobs(name: str, profile: HardwareProfile, stretches: list[tuple[str, ..
     make, budget_bytes = JOBS[name]
     found = run_within(make, profile, budget_bytes, 5, elsewhere_bytes=1 << 20, mode="dynamic")
     assert_same(run_plain(make, 5), found)
+    assert any(len(each) > 1 for each in stretches), stretches
+
+
+@pytest.mark.parametrize("schedule", ["late", "random"])
+def test_a_job_on_a_card(
+    schedule: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, stretches: list[tuple[str, ...]]
+) -> None:
+    """Copies run as late as events allow, and backward passes in another thread."""
+    make, budget_bytes = JOBS["logits"]
+    plain = run_plain(make, 5)
+    use_fake_card(monkeypatch, schedule)
+    job = make()
+    with fit(job, profile, budget_bytes) as room:
+        for index in range(5):
+            with room.step():
+                job.step(index)
+    found = list_tensors(job)
+    assert all(torch.equal(plain[each], tensor) for each, tensor in found.items())
     assert any(len(each) > 1 for each in stretches), stretches
 
 

@@ -224,7 +224,8 @@ class WaitingOps:
     def _as_before(self) -> Iterator[None]:
         """Return a context in which ops run on the stream, and without the modes, of those that wait."""
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
-        with modes, torch.cuda.stream(self._stream):
+        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with modes, stream:
             yield
 
     def _note(self) -> None:
