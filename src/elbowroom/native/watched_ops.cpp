@@ -226,6 +226,7 @@ thread_local bool is_running = false;
 void run_waiting(c10::function_ref<void()> run) {
   const Busy busy;
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
+  const c10::impl::IncludeDispatchKeyGuard key{c10::DispatchKeySet(KEY)};  // brings back what they use, or raises an error
   const bool before = std::exchange(is_running, true);
   try {
     run();
