@@ -161,8 +161,8 @@ _ASKING = frozenset(
 @by_op
 def uses_memory(func: OpOverload) -> bool:
     """Tell whether an op may read or write the bytes of its tensors, whatever it returns."""
-    if is_view(func) or func._opname in ("alias", "detach", "_unsafe_view"):
-        return False
+    if is_view(func) or func._opname in ("alias", "detach", "_unsafe_view", "narrow"):
+        return False  # `narrow` is composite; the kernel of `split` calls it
     if func.namespace == "aten" and (func._opname.endswith("_like") or func._opname.startswith("new_")):
         return False  # only the shape counts
     if func.namespace != "aten" or touches_tensors(func) or func._opname in ("is_nonzero", "is_pinned"):
