@@ -18,9 +18,11 @@ from elbowroom.room import Room
 from elbowroom.runtime import stretch
 from elbowroom.runtime.stretch import SlicedStretch
 from tests.cpu.test_sliced_attacks import count_slices, fit_anything, make_random
-from tests.cpu.test_sliced_ops import JOBS, LanguageModel, make_job
+from tests.cpu.test_sliced_ops import JOBS
 from tests.fake_card import use_fake_card
 from tests.state_jobs import assert_same, fit, get_pager, list_tensors, run_plain, run_within
+
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 ROWS = 768
 BUDGET = 5 << 20
@@ -85,9 +87,10 @@ def test_a_job_on_a_card(
 
 def test_what_lies_between_never_exists_as_a_whole(profile: HardwareProfile) -> None:
     """Logits, their log-softmax and the loss: what is read and written in a step, from the step before on."""
-    job = make_job(lambda: LanguageModel(classes=8192), (8, 129), classes=8192)
+    make, budget_bytes = JOBS["many logits"]
+    job = make()
     logits_bytes = 8 * 128 * 8192 * 4
-    with fit_anything(profile, 8 << 20) as room:
+    with fit(job, profile, budget_bytes) as room:
         moved = []
         for index in range(3):
             with room.step():
@@ -214,6 +217,22 @@ def test_reads_of_what_waits(profile: HardwareProfile, how: str, is_in_step: boo
         if not is_in_step:
             found = read(made)
     assert str(found) == str(expected)
+
+
+def test_nothing_is_read_ahead_before_it_is_written(profile: HardwareProfile) -> None:
+    rows = make_rows()
+    expected = rows[:, :1].sin()
+    with fit_anything(profile, 9 << 20) as room:
+        with room.step():
+            ballast = torch.zeros(5 << 20, dtype=torch.uint8)
+            rows.sin()
+            assert count_slices(room)
+        del ballast
+        with room.step():
+            made = rows.sin()
+            assert room._modes._sliced_ops.has_waiting
+            get_pager(room).begin_reload(made.untyped_storage())
+            assert torch.equal(made[:, :1], expected)
 
 
 def test_errors_come_where_indices_are_used(profile: HardwareProfile) -> None:

@@ -55,6 +55,7 @@ class Access(Enum):
 
 
 _shown: Identities[bool] = Identities()
+_told: Identities[bool] = Identities()
 
 _guards: list[weakref.ref[ExposureGuard]] = []
 _restorers: list[weakref.ref[Restorer]] = []
@@ -108,6 +109,11 @@ def is_shared(storage: torch.UntypedStorage) -> bool:
     return is_foreign or _shown.find(storage) is not None
 
 
+def is_address_known(storage: torch.UntypedStorage) -> bool:
+    """Tell whether the program was told the address of a storage's memory, where it may write."""
+    return _told.find(storage) is not None
+
+
 def note_exposures() -> None:
     """Wrap PyTorch's methods that expose memory, so that exposed storages are noted. Permanent."""
     for owner, name in _EXPOSING:
@@ -155,6 +161,9 @@ def _restore_first(method: Callable[..., Any], access: Access) -> Callable[..., 
         if access is Access.ADDRESS and (caller.f_globals.get("__name__"), caller.f_code.co_name) in _COMPARING:
             return _identify(method, *args)
         uses = _hold(args, access)
+        if access is Access.ADDRESS:
+            for storage in filter(None, map(_find_storage, args)):
+                _told.put(storage, True)
         result = method(*args, **options)
         del uses
         return result

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "python_objects.h"
+#include "settings.h"
 #include "state_storages.h"
 #include "watched_ops.h"
 
@@ -106,8 +107,14 @@ void bind_state(py::module_& module) {
         const UsesElsewhere uses = count_uses_elsewhere();
         return py::make_tuple(uses.begun, uses.running);
       }, "Return how many uses of memory other threads have begun, and how many of them have not ended.");
-  module.def("run_waiting", [](const py::function& run) { run_waiting([&] { run(); }); }, py::arg("run"),
-      "Call a function that runs ops that waited, as if each of them ran now.");
+  py::class_<Settings>(module, "Settings", "What decides how ops compute: threads, precision, dtype by default and others.")
+      .def("__eq__", [](const Settings& one, const Settings& other) { return one == other; });
+  module.def("read_settings", &read_settings, "Return the present settings.");
+  module.def("run_waiting", [](const py::function& run, const Settings& settings) {
+        SettingsGuard guard;
+        guard.change(settings);
+        run_waiting([&] { run(); });
+      }, py::arg("run"), py::arg("settings"), "Call a function that runs ops that waited, with the settings of theirs.");
   module.def("watch_all_threads", &watch_all_threads, py::call_guard<py::gil_scoped_release>(),
       "Watch the ops of other threads if there is managed state.");
   module.def("update_watching", [] {

@@ -98,6 +98,11 @@ class Sections:
         self._storages.cancel_reload(record)  # sections are read from the copy, and written to it
         return record
 
+    def is_in_use(self, tensor: torch.Tensor) -> bool:
+        """Tell whether an op, or code that runs beside the program, uses a tensor's memory just now."""
+        record = self._storages.table.find(tensor.untyped_storage())
+        return record is not None and not record.is_idle
+
     def note_waiting(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
         """Have `run_waiting` called before what has to come after ops that wait, and read and write these tensors."""
         table = self._storages.table

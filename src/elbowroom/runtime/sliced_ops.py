@@ -32,7 +32,7 @@ from elbowroom.runtime.slice_pass import Results, run_pass
 from elbowroom.runtime.slice_sizes import SliceSizes
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.stretch import StretchOp
-from elbowroom.runtime.waiting_ops import WaitingOps, may_wait
+from elbowroom.runtime.waiting_ops import WaitingOps
 from elbowroom.slicing.bounds import is_summed
 from elbowroom.slicing.calls import make_results
 from elbowroom.slicing.exactness_store import Exactness
@@ -242,7 +242,7 @@ class SlicedOps(TorchDispatchMode):
         results = results or self._make_results(call, cut, described)
         self._waiting.add(call, choice, results.tensors)
         are_away = all(self._sections.find_away(each) is not None for each in results.tensors)
-        if not are_away or cut.passes[0].is_partial or not may_wait(call):
+        if not are_away or cut.passes[0].is_partial or not self._waiting.may_wait(call):
             is_done = False
             try:
                 is_done = self._waiting.run() is None

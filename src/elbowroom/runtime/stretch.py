@@ -50,7 +50,7 @@ Reads = tuple[tuple[Piece, ...], ...]
 """Pieces that an op reads: for each slice, one for each of `SlicePass.reads`."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StretchOp:
     """An op of a stretch.
 

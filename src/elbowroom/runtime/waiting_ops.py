@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from elbowroom.errors import NO_ROOM, DeviceFull
-from elbowroom.hooks.exposed_memory import is_shared
+from elbowroom.hooks.exposed_memory import is_address_known, is_shared
 from elbowroom.ir.slicing import SlicePass, iterate_slices
 from elbowroom.native import library
 from elbowroom.runtime.sections import Sections
@@ -33,20 +34,6 @@ def may_join(call: OpCall) -> bool:
     return not call.statistics and torch.Tag.nondeterministic_seeded not in call.op.tags
 
 
-def may_wait(call: OpCall) -> bool:
-    """Tell whether an op may run later.
-
-    Not if it would raise an error for what its arguments hold (indices, unless they come from the forward pass, which
-    has checked them), or if others may write to these unnoticed.
-    """
-    has_indices = any(not each.is_floating_point() and each.dtype is not torch.bool for each in call.reads)
-    return (
-        may_join(call)
-        and (not has_indices or "backward" in str(call.op))
-        and not any(is_shared(each.untyped_storage()) for each in call.reads)
-    )
-
-
 class WaitingOps:
     """Ops of one room that wait.
 
@@ -61,6 +48,7 @@ class WaitingOps:
         self._native = library.load()
         self._stretch: SlicedStretch | None = None
         self._stream: torch.cuda.Stream | None = None  # on which they run
+        self._settings: Any = None  # with which they run
         self._has_begun = False  # to run, and has failed
         self._budget_bytes = 0
         self._apart: set[tuple[object, ...]] = set()  # ops that cannot run together, by `_find_key`
@@ -74,6 +62,21 @@ class WaitingOps:
             self._apart.clear()
         self._budget_bytes = budget_bytes
 
+    def may_wait(self, call: OpCall) -> bool:
+        """Tell whether an op may run later.
+
+        Not if it would raise an error for what its arguments hold (indices, unless they come from the forward pass,
+        which has checked them), or if others may write to these unnoticed.
+        """
+        has_indices = any(not each.is_floating_point() and each.dtype is not torch.bool for each in call.reads)
+        if not may_join(call) or (has_indices and "backward" not in str(call.op)):
+            return False
+        return not any(map(self._may_change, call.reads))
+
+    def _may_change(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return is_shared(storage) or is_address_known(storage) or self._sections.is_in_use(tensor)
+
     def begin(
         self, call: OpCall, cut: Cut, make_results: Callable[[], list[torch.Tensor]]
     ) -> list[torch.Tensor] | None:
@@ -83,7 +86,9 @@ class WaitingOps:
             make_results: makes results that are away and not written yet.
         """
         (slice_pass,) = cut.passes
-        if find_target(call) is not None or not _is_simple(slice_pass) or slice_pass.is_partial or not may_wait(call):
+        if find_target(call) is not None or not _is_simple(slice_pass) or slice_pass.is_partial:
+            return None
+        if not self.may_wait(call):
             return None
         stretch = SlicedStretch(self._sections, len(list(iterate_slices(slice_pass, cut.parts[slice_pass]))))
         reads = stretch.find_reads(call, slice_pass)
@@ -93,6 +98,7 @@ class WaitingOps:
         stretch.add(call, slice_pass, reads, results)
         self._stretch = stretch
         self._stream = _find_stream(call)
+        self._settings = self._native.read_settings()
         self._note()
         return results
 
@@ -110,6 +116,8 @@ class WaitingOps:
         """
         stretch = self._stretch
         if stretch is None or not may_join(call) or _find_stream(call) != self._stream:
+            return None
+        if self._native.read_settings() != self._settings:
             return None
         key = self._find_key(call)
         if key in self._apart:
@@ -156,7 +164,7 @@ class WaitingOps:
         refusals: list[Exception | None] = []
         if self._stretch is not None:
             with self._as_before():
-                self._native.run_waiting(lambda: refusals.append(self._run()))
+                self._native.run_waiting(lambda: refusals.append(self._run()), self._settings)
         return refusals[0] if refusals else None
 
     def _run(self) -> Exception | None:
@@ -183,7 +191,7 @@ class WaitingOps:
         """Run what waits one by one. If that fails, the rest waits on."""
         while self._stretch is not None:
             with self._as_before():
-                self._native.run_waiting(lambda: self._run_first(run))
+                self._native.run_waiting(lambda: self._run_first(run), self._settings)
 
     def _run_first(self, run: Callable[[StretchOp], None]) -> None:
         assert self._stretch is not None
