@@ -109,8 +109,7 @@ class SlicedOps(TorchDispatchMode):
         self._recorder = recorder
         self._table = table
         self._lock = lock
-        least_bytes = min((key[1] for key in self._sizes), default=NEVER)
-        watcher.set_slicer(self, least_bytes)
+        watcher.set_slicer(self, min((key[1] for key in self._sizes), default=NEVER))
 
     def wants(self, name: str, tensors: Sequence[torch.Tensor], refusal: object) -> bool:
         """Tell whether an op is to run in slices.
@@ -143,11 +142,10 @@ class SlicedOps(TorchDispatchMode):
         return self._recorder.record_op(func, args, kwargs or {}, call, whole_bytes)
 
     def _run(self, call: OpCall) -> Any:
-        name = str(call.op)
         args, kwargs = call.order(call.values)
         described = make_results(call.op, args, kwargs)
         statistics = {each: call[each].clone() for each in call.statistics}  # an op that begins again updates them anew
-        key = _find_key(name, list(iterate_tensors((*args, *kwargs.values()))))  # as `wants` is given them
+        key = _find_key(str(call.op), list(iterate_tensors((*args, *kwargs.values()))))  # as `wants` is given them
         with self._lock, self._sections.slicing, _restoring(call, statistics) as restore:
             found = self._join(call, described, key)
             if found is None:
@@ -275,7 +273,14 @@ class SlicedOps(TorchDispatchMode):
     def _explain(self, key: tuple[Any, ...], call: OpCall) -> Infeasible | MemoryRefused:
         """Return the error of an op that cannot run in slices. It is forgotten here: its frames will hold tensors."""
         self._sizes.pop(key, None)
-        return explain(self._refusals.pop(key), call, is_exact=self._is_exact)
+        known = self._refusals.pop(key, None)  # an op that waited may fail again
+        return explain(known or self._describe_refusal(call), call, is_exact=self._is_exact)
+
+    def _describe_refusal(self, call: OpCall) -> Infeasible:
+        """Return an error that does not say what is missing."""
+        return Infeasible(
+            needed_bytes=self._budget_bytes + 1, budget_bytes=self._budget_bytes, op=str(call.op), is_whole_step=False
+        )
 
     def _note(self, name: str, cut: Cut) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
@@ -326,9 +331,7 @@ class SlicedOps(TorchDispatchMode):
         traceback.clear_frames(refusal.__traceback__)  # they hold the slice's tensors
         if isinstance(refusal, NO_ROOM):
             return refusal.with_traceback(None)
-        return Infeasible(  # of a device's allocator, which does not say what is missing
-            needed_bytes=self._budget_bytes + 1, budget_bytes=self._budget_bytes, op=str(call.op), is_whole_step=False
-        )
+        return self._describe_refusal(call)  # of a device's allocator, which does not say what is missing
 
     def page_out(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Move out large arguments of an op, which are read in sections from then on. Return True if any has left."""
