@@ -188,7 +188,8 @@ class SlicedOps(TorchDispatchMode):
             restore()
         self._sizes[key] = sizes
         sizes.begin_again()
-        self._note(str(call.op), cut)
+        if given is None:  # else it was noted when it began to wait
+            self._note(str(call.op), cut)
         return found
 
     @property
@@ -236,8 +237,8 @@ class SlicedOps(TorchDispatchMode):
             return None
         cut = choice[0]
         target = find_target(call)
-        results = Results([call.reads[target]], are_new=False) if target is not None else None
-        results = results or self._make_results(call, cut, described)
+        given = None if target is None else Results([call.reads[target]], are_new=False)
+        results = given or self._make_results(call, cut, described)
         self._waiting.add(call, choice, results.tensors)
         are_away = all(self._sections.find_away(each) is not None for each in results.tensors)
         if not are_away or cut.passes[0].is_partial or not self._waiting.may_wait(call):
@@ -396,5 +397,4 @@ def _restoring(call: OpCall, statistics: Mapping[str, torch.Tensor]) -> Iterator
 
 
 def _find_key(name: str, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    nbytes = sum(each.numel() * each.element_size() for each in tensors)
-    return (name, nbytes, *((tuple(each.shape), each.dtype) for each in tensors))
+    return (name, sum(each.nbytes for each in tensors), *((tuple(each.shape), each.dtype) for each in tensors))

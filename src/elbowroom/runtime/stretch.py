@@ -78,6 +78,7 @@ class SlicedStretch:
         ops: to begin with, cut into as many slices.
 
     Attributes:
+        count: number of slices.
         ops: in order.
     """
 

@@ -50,6 +50,7 @@ class WaitingOps:
         self._stream: torch.cuda.Stream | None = None  # on which they run
         self._settings: Any = None  # with which they run
         self._has_begun = False  # to run, and has failed
+        self._is_running = False  # an access to memory in the middle of it does not begin anew
         self._budget_bytes = 0
         self._apart: set[tuple[object, ...]] = set()  # ops that cannot run together, by `_find_key`
 
@@ -162,7 +163,7 @@ class WaitingOps:
             TierError: a section could not be read or written. All of it waits on.
         """
         refusals: list[Exception | None] = []
-        if self._stretch is not None:
+        if self._stretch is not None and not self._is_running:
             with self._as_before():
                 self._native.run_waiting(lambda: refusals.append(self._run()), self._settings)
         return refusals[0] if refusals else None
@@ -233,8 +234,12 @@ class WaitingOps:
         """Return a context in which ops run on the stream, and without the modes, of those that wait."""
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with modes, stream:
-            yield
+        self._is_running = True
+        try:
+            with modes, stream:
+                yield
+        finally:
+            self._is_running = False
 
     def _note(self) -> None:
         assert self._stretch is not None
