@@ -24,7 +24,7 @@ from elbowroom.native import library
 from elbowroom.runtime.stream_transfers import StreamTransfers
 from elbowroom.runtime.streams import StreamEvent
 from elbowroom.tiers.disk import SpillFile
-from elbowroom.tiers.pinned import HostSlabs
+from elbowroom.tiers.pinned import HostSlabs, SlabBlock
 from tests.device_ledger import DeviceLedger, use_device_ledger
 from tests.fake_streams import FakeEvent, Pageable
 
@@ -52,17 +52,17 @@ class RoomStreams:
         return event
 
     def copy_out(
-        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
+        self, source: torch.UntypedStorage, host: SlabBlock, after: Sequence[StreamEvent], source_offset: int = 0
     ) -> FakeEvent:
         return self._enqueue(
-            "out", lambda: _copy(get_address(source) + source_offset, _find_address(host), host.numel()), after
+            "out", lambda: _copy(get_address(source) + source_offset, host.address, host.nbytes), after
         )
 
     def copy_in(
-        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
+        self, host: SlabBlock, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
     ) -> FakeEvent:
         return self._enqueue(
-            "back", lambda: _copy(_find_address(host), get_address(target) + target_offset, host.numel()), after
+            "back", lambda: _copy(host.address, get_address(target) + target_offset, host.nbytes), after
         )
 
     def compute_waits(self, event: StreamEvent) -> None:
@@ -98,10 +98,6 @@ class RoomStreams:
                 self._run_until(each)
             copy()
             ended.done = True
-
-
-def _find_address(host: torch.Tensor) -> int:
-    return get_address(host.untyped_storage()) + host.storage_offset()  # as CUDA's copies find it, of bytes
 
 
 def _copy(source: int, target: int, nbytes: int) -> None:

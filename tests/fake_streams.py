@@ -22,6 +22,7 @@ from elbowroom.errors import TierFull, TransferFailed
 from elbowroom.layout.free_list import FreeList
 from elbowroom.runtime.streams import StreamEvent
 from elbowroom.runtime.transfers import Copy, Transfers
+from elbowroom.tiers.pinned import SlabBlock
 
 GARBAGE = 0xCB
 ALIGNMENT_BYTES = 64
@@ -89,22 +90,23 @@ class FakeStreams:
         return self._enqueue("compute", None, [])
 
     def copy_out(
-        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
+        self, source: torch.UntypedStorage, host: SlabBlock, after: Sequence[StreamEvent], source_offset: int = 0
     ) -> FakeEvent:
-        assert source_offset + host.numel() <= source.nbytes()
+        assert source_offset + host.nbytes <= source.nbytes()
         return self._copy("out", source.data_ptr() + source_offset, host, after)
 
     def copy_in(
-        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
+        self, host: SlabBlock, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
     ) -> FakeEvent:
-        assert target_offset + host.numel() <= target.nbytes()
+        assert target_offset + host.nbytes <= target.nbytes()
         return self._copy("back", target.data_ptr() + target_offset, host, after)
 
-    def _copy(self, lane: str, address: int, host: torch.Tensor, after: Sequence[StreamEvent]) -> FakeEvent:
-        begin, nbytes = host.data_ptr(), host.numel()
+    def _copy(self, lane: str, address: int, host: SlabBlock, after: Sequence[StreamEvent]) -> FakeEvent:
+        memory, begin, nbytes = host.slab.memory, host.address, host.nbytes
 
         def copy() -> None:
-            assert host.data_ptr() == begin  # the host memory lives as long as this closure, so nothing can crash
+            # The host memory lives as long as this closure, so nothing can crash.
+            assert memory.data_ptr() + host.offset == begin
             ctypes.memmove(*((begin, address) if lane == "out" else (address, begin)), nbytes)
 
         event = self._enqueue(lane, copy, after)
@@ -221,12 +223,12 @@ class ForgetfulStreams(FakeStreams):
         ]
 
     def copy_out(
-        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
+        self, source: torch.UntypedStorage, host: SlabBlock, after: Sequence[StreamEvent], source_offset: int = 0
     ) -> FakeEvent:
         return super().copy_out(source, host, self._kept("copy_out", after), source_offset)
 
     def copy_in(
-        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
+        self, host: SlabBlock, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
     ) -> FakeEvent:
         return super().copy_in(host, target, self._kept("copy_in", after), target_offset)
 

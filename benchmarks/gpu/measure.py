@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.ir.trace import Trace
+from elbowroom.runtime.streams import number_stream
 from elbowroom.tracing.residents import list_residents
 from elbowroom.workloads import Workload
 
@@ -93,35 +94,42 @@ def release_all(device: torch.device) -> None:
 class TransferClock:
     """Times every copy of a room, and how long the computing stream waited for one. Costs some time itself.
 
-    Replaces two methods of the room's streams until `stop`.
+    Replaces methods of the room's streams until `stop`.
     """
 
     def __init__(self, room: Any) -> None:
-        self._streams = room._transfers._streams
+        streams = self._streams = room._transfers._streams
         self._copies: list[tuple[Any, Any]] = []
         self._waits: list[tuple[Any, Any]] = []
-        copy, compute_waits = self._streams._copy, self._streams.compute_waits
+        copy_out, copy_in, compute_waits = streams.copy_out, streams.copy_in, streams.compute_waits
 
-        def timed_copy(stream: Any, source: Any, target: Any, after: Any) -> Any:
-            for event in after:  # so that the copy's time begins when it may
-                stream.wait_event(event.event)
-            begin = _mark(stream)
-            event = copy(stream, source, target, after)
-            self._copies.append((begin, _mark(stream)))
-            return event
+        def timed_out(source: Any, host: Any, after: Any, offset: int = 0) -> Any:
+            return self._time(streams.out_stream, after, lambda: copy_out(source, host, after, offset))
+
+        def timed_in(host: Any, target: Any, after: Any, offset: int = 0) -> Any:
+            return self._time(streams.back_stream, after, lambda: copy_in(host, target, after, offset))
 
         def timed_wait(event: Any) -> None:
-            stream = torch.cuda.current_stream(self._streams.device)
+            stream = torch.cuda.current_stream(streams.device)
             begin = _mark(stream)
             compute_waits(event)
             self._waits.append((begin, _mark(stream)))
 
-        self._streams._copy, self._streams.compute_waits = timed_copy, timed_wait
+        streams.copy_out, streams.copy_in, streams.compute_waits = timed_out, timed_in, timed_wait
+
+    def _time(self, stream: Any, after: Any, copy: Callable[[], Any]) -> Any:
+        for event in after:  # so that the copy's time begins when it may
+            event.block(number_stream(stream))
+        begin = _mark(stream)
+        event = copy()
+        self._copies.append((begin, _mark(stream)))
+        return event
 
     def stop(self) -> tuple[float, float]:
         """Seconds of all copies, and seconds that the computing stream waited for them."""
-        del self._streams._copy, self._streams.compute_waits  # the methods of the class are seen again
-        torch.cuda.synchronize(self._streams.device)
+        streams = self._streams
+        del streams.copy_out, streams.copy_in, streams.compute_waits  # the methods of the class are seen again
+        torch.cuda.synchronize(streams.device)
         return _sum_of(self._copies), _sum_of(self._waits)
 
 

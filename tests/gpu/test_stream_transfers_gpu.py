@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from elbowroom.runtime.stream_transfers import StreamTransfers
-from elbowroom.runtime.streams import CudaEvent, CudaStreams, StreamEvent
+from elbowroom.runtime.streams import CudaStreams, StreamEvent
 from elbowroom.tiers.disk import SpillFile
-from elbowroom.tiers.pinned import HostSlabs
+from elbowroom.tiers.pinned import HostSlabs, SlabBlock
 from tests.fake_streams import Pageable, Program, pattern
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -39,7 +39,7 @@ class DelayedStreams(CudaStreams):
         self._lanes: dict[int, str] = {}
         self._events: list[StreamEvent] = []  # kept, so that no two have the same id
 
-    def _known(self, event: CudaEvent, lane: str) -> CudaEvent:
+    def _known(self, event: StreamEvent, lane: str) -> StreamEvent:
         self._lanes[id(event)] = lane
         self._events.append(event)
         return event
@@ -47,18 +47,18 @@ class DelayedStreams(CudaStreams):
     def _kept(self, waiter: str, after: Sequence[StreamEvent]) -> list[StreamEvent]:
         return [event for event in after if (waiter, self._lanes[id(event)]) != self._forgets]
 
-    def record_compute(self) -> CudaEvent:
+    def record_compute(self) -> StreamEvent:
         return self._known(super().record_compute(), "compute")
 
     def copy_out(
-        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
-    ) -> CudaEvent:
+        self, source: torch.UntypedStorage, host: SlabBlock, after: Sequence[StreamEvent], source_offset: int = 0
+    ) -> StreamEvent:
         hold_up(self.out_stream, self._out_cycles())
         return self._known(super().copy_out(source, host, self._kept("copy_out", after), source_offset), "out")
 
     def copy_in(
-        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
-    ) -> CudaEvent:
+        self, host: SlabBlock, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
+    ) -> StreamEvent:
         hold_up(self.back_stream, self._back_cycles())
         return self._known(super().copy_in(host, target, self._kept("copy_in", after), target_offset), "back")
 

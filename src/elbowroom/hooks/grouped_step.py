@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooked
 
-from elbowroom.hooks.storage_ids import get_any_storage, unwrap
+from elbowroom.hooks.storage_ids import PLAIN_TENSORS, get_any_storage, unwrap
 from elbowroom.ops.update_marks import begin_update, end_update
 
 PER_PARAMETER = frozenset(
@@ -63,7 +63,7 @@ class GroupedStep:
         optimizer: Optimizer,
         find_group_bytes: Callable[[], int | None],
         may_hold: Callable[[int], bool],
-        hold: Callable[[Sequence[torch.Tensor]], list[Any]],
+        hold: Callable[[Sequence[torch.Tensor]], object],
     ) -> None:
         self._optimizer = optimizer
         self._may_hold = may_hold
@@ -128,24 +128,27 @@ class GroupedStep:
         So a tier that fails does so before anything is changed.
         """
         used = self._list_used(slices)
-        storages = {id(home): home.nbytes() for each in used if (home := get_any_storage(each)) is not None}
-        if not self._may_hold(sum(storages.values())):
+        if not self._may_hold(sum(each.nbytes for each in used)) and not self._may_hold(_count_storages(used)):
             used = []
         begin_update(used)  # as an op, so that plans bring it back, and keep it
         held = self._hold(used)
         try:
             yield
         finally:
-            held.clear()
+            del held
         end_update(used)
 
     def _list_used(self, slices: Slices) -> list[torch.Tensor]:
         """List some parameters, their gradients and their state, as far as these are on the same device."""
         used: list[torch.Tensor] = []
+        state = self._optimizer.state
         for parameter in itertools.chain.from_iterable(slices):
-            listed = [parameter, parameter.grad, *self._optimizer.state.get(parameter, {}).values()]
-            parts = [part for each in listed if isinstance(each, torch.Tensor) for part in unwrap(each)]
-            used += (part for part in parts if part.device == parameter.device and part.layout is torch.strided)
+            listed = [each for each in state.get(parameter, {}).values() if isinstance(each, torch.Tensor)]
+            listed += [parameter] if parameter.grad is None else [parameter, parameter.grad]
+            if not PLAIN_TENSORS.issuperset(map(type, listed)):
+                listed = [part for each in listed for part in unwrap(each)]
+            device = parameter.device
+            used += [each for each in listed if each.device == device and each.layout is torch.strided]
         return used
 
     @contextlib.contextmanager
@@ -173,6 +176,11 @@ def _without_hooks(owner: Any, *names: str) -> Iterator[None]:
     finally:
         for name, hooks in zip(names, kept, strict=True):
             setattr(owner, name, hooks)
+
+
+def _count_storages(tensors: Sequence[torch.Tensor]) -> int:
+    storages = [home for each in tensors if (home := get_any_storage(each)) is not None]
+    return sum({each._cdata: each.nbytes() for each in storages}.values())
 
 
 def cut(optimizer: Optimizer, group_bytes: int) -> Iterator[Slices]:

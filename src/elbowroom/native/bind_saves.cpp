@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <tuple>
@@ -11,6 +12,7 @@
 #include "op_watch.h"
 #include "python_objects.h"
 #include "saved_tensors.h"
+#include "saved_view.h"
 #include "trace_follower.h"
 
 namespace elbowroom {
@@ -102,6 +104,28 @@ void bind_saves(py::module_& module) {
       .def(
           py::init(&make_timetable), py::arg("saves"), py::arg("needs"), py::arg("storages"),
           "`saves`: tick, storage, bytes, and whether the storage outlives the step; `needs`: tick and save.");
+  py::class_<SavedView>(module, "SavedView", "One saved tensor of a storage that may leave memory and come back.")
+      .def(py::init([](const py::handle& tensor) { return SavedView(THPVariable_Unpack(tensor.ptr())); }), py::arg("tensor"))
+      .def_property_readonly("tensor", [](const SavedView& view) { return wrap(view.tensor()); },
+          "Shares the saved tensor's version counter, and until the release its bytes.")
+      .def("check_version",
+          [](const SavedView& view, int64_t expected) {
+            try {
+              view.check_version(expected);
+            } catch (const c10::Error& error) {
+              throw std::runtime_error(error.what_without_backtrace());
+            }
+          },
+          py::arg("expected"),
+          "Raise PyTorch's error if the saved tensor was modified in place since it had this version.")
+      .def_property_readonly("is_released", &SavedView::is_released)
+      .def_property_readonly(
+          "storage",
+          [](const SavedView& view) -> py::object { return view.is_released() ? py::none() : wrap(view.tensor().storage()); },
+          "Its storage; None once it is released.")
+      .def("release", &SavedView::release, py::call_guard<py::gil_scoped_release>(), "Let go of the storage.")
+      .def("make", [](const SavedView& view, const py::handle& storage) { return wrap(view.make(unpack(storage))); },
+          py::arg("storage"), "Return the saved tensor, of a storage with its bytes.");
   py::class_<Save, SavePtr>(module, "Save", "One tensor that autograd has saved.")
       .def_readonly("index", &Save::index)
       .def_readonly("version", &Save::version)

@@ -4,9 +4,11 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "op_arguments.h"
 #include "python_objects.h"
 #include "settings.h"
 #include "state_storages.h"
@@ -31,6 +33,26 @@ std::shared_ptr<StateTable> make_table(const py::object& host, const py::object&
 std::vector<const c10::StorageImpl*> list_storages(const std::vector<at::Tensor>& tensors) {
   std::vector<const c10::StorageImpl*> found;
   for (const at::Tensor& each : tensors) found.push_back(each.storage().unsafeGetStorageImpl());
+  return found;
+}
+
+struct StateUses {
+  StateUses() = default;
+  StateUses(StateUses&&) = default;
+  StateUses(const StateUses&) = delete;
+
+  std::vector<std::unique_ptr<StateUse>> uses;
+};
+
+// Tensors without a storage, and those whose storages the table does not know, are left out.
+StateUses use_all(const StateTable& table, const py::sequence& tensors) {
+  StateUses found;
+  std::unordered_set<const c10::StorageImpl*> seen;
+  for (const py::handle each : tensors) {
+    const c10::StorageImpl* const storage = find_storage(THPVariable_Unpack(each.ptr()));
+    if (storage == nullptr || !seen.insert(storage).second) continue;
+    if (const StateStoragePtr record = table.find(storage)) found.uses.push_back(std::make_unique<StateUse>(record, false));
+  }
   return found;
 }
 
@@ -87,6 +109,7 @@ void bind_state(py::module_& module) {
       .def("find", [](const StateTable& table, const py::handle& storage) {
             return table.find(unpack(storage).unsafeGetStorageImpl());
           }, py::arg("storage"))
+      .def("use", &use_all, py::arg("tensors"), "Bring the storages of tensors back, and keep them in memory.")
       .def("list", &StateTable::list)
       .def("sweep", &StateTable::sweep, "Forget the storages that are gone, and return their records.")
       .def("clear", &StateTable::clear)
@@ -103,6 +126,7 @@ void bind_state(py::module_& module) {
   module.def("run_with_state", &run_with_state, py::arg("inputs"), py::arg("written"), py::arg("call"));
   py::class_<StateUse>(module, "StateUse", "Brings a storage back, and keeps it in memory for as long as this object lives.")
       .def(py::init<const StateStoragePtr&, bool>(), py::arg("storage"), py::arg("is_written"));
+  py::class_<StateUses>(module, "StateUses", "Keeps several storages in memory for as long as this object lives.");
   module.def("count_uses_elsewhere", [] {
         const UsesElsewhere uses = count_uses_elsewhere();
         return py::make_tuple(uses.begun, uses.running);

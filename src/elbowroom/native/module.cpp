@@ -7,6 +7,7 @@ void bind_ledger(pybind11::module_& module);
 void bind_state(pybind11::module_& module);
 void bind_steps(pybind11::module_& module);
 void bind_saves(pybind11::module_& module);
+void bind_streams(pybind11::module_& module);
 }
 
 PYBIND11_MODULE(_native, module) {
@@ -16,4 +17,5 @@ PYBIND11_MODULE(_native, module) {
   elbowroom::bind_state(module);
   elbowroom::bind_steps(module);
   elbowroom::bind_saves(module);
+  elbowroom::bind_streams(module);
 }

@@ -17,6 +17,9 @@ namespace elbowroom {
 
 namespace {
 
+// By so much an op may take more than it did before. If an op takes even more, the next one makes room.
+constexpr int64_t VARIATION_BYTES = int64_t{2} << 20;
+
 // The name of an op without what says that it writes in place: autograd adds gradients in place where nobody else holds
 // them, which may be one step and not the other.
 std::string out_of_place(std::string name) {
@@ -63,12 +66,14 @@ class OpWatch::Unrefused {
       if (!is_known) watch_.restore_limit();
       return;
     }
-    std::optional<pybind11::gil_scoped_release> released;  // a thread with the mutex waits for the GIL
-    if (PyGILState_Check() == 1) released.emplace();
-    const std::lock_guard<std::mutex> guard(watch_.lift_mutex_);
-    if (!watch_.is_lifted_) watch_.callbacks_.lift_limit();  // it may throw, and nothing is counted then
-    watch_.is_lifted_ = true;
-    ++watch_.unrefused_ops_;
+    ++watch_.unrefused_ops_;  // before the flag is read: `restore_limit` looks at both in the other order
+    if (watch_.is_lifted_) return;
+    try {
+      watch_.lift_limit();
+    } catch (...) {
+      --watch_.unrefused_ops_;
+      throw;
+    }
   }
   Unrefused(const Unrefused&) = delete;
   Unrefused& operator=(const Unrefused&) = delete;
@@ -87,12 +92,31 @@ void OpWatch::run_unrefused(c10::function_ref<void()> next) {
   next();
 }
 
+void OpWatch::lift_limit() {
+  std::optional<pybind11::gil_scoped_release> released;  // a thread with the mutex waits for the GIL
+  if (PyGILState_Check() == 1) released.emplace();
+  const std::lock_guard<std::mutex> guard(lift_mutex_);
+  if (!is_lifted_) callbacks_.lift_limit();
+  is_lifted_ = true;
+}
+
 void OpWatch::restore_limit() {
   if (!is_lifted_) return;
   std::optional<pybind11::gil_scoped_release> released;
   if (PyGILState_Check() == 1) released.emplace();
   const std::lock_guard<std::mutex> guard(lift_mutex_);
-  if (unrefused_ops_ == 0 && is_lifted_.exchange(false)) callbacks_.restore_limit();
+  if (!is_lifted_.exchange(false)) return;
+  if (unrefused_ops_ == 0) {
+    callbacks_.restore_limit();
+  } else {
+    is_lifted_ = true;
+  }
+}
+
+bool OpWatch::is_known_to_fit(const OpKind& kind, const c10::IValue* arguments, size_t count) const {
+  if (!limits_device()) return false;
+  const std::optional<Growth> growth = find_growth(kind.name, measure_boxed(arguments, count));
+  return growth && growth->is_whole && count_device_bytes(device_).live + growth->nbytes <= limit_bytes;
 }
 
 void OpWatch::run_within_limit(
@@ -101,12 +125,15 @@ void OpWatch::run_within_limit(
   // An op that is seen for the first time takes about as much as its arguments. If it is repeated after a refusal, it
   // need not be guessed.
   const Growth growth = find_growth(name, sizes).value_or(Growth{is_repeated ? 0 : sizes.nbytes});
-  if (count_device_bytes(device_).live + growth.nbytes > limit_bytes) {
-    callbacks_.prepare_room(name, growth.nbytes, growth.is_whole && is_sliceable);
-  }
   before = count_device_bytes(device_);
+  if (before.live + growth.nbytes > limit_bytes) {
+    callbacks_.prepare_room(name, growth.nbytes, growth.is_whole && is_sliceable);
+    before = count_device_bytes(device_);
+  }
+  const bool has_plenty = growth.is_whole && before.live + 2 * growth.nbytes + VARIATION_BYTES <= limit_bytes;
   const Unrefused unrefused(*this, is_repeated, growth.is_whole);
   next();
+  if (has_plenty) return;  // counting takes longer than some ops
   const DeviceBytes after = count_device_bytes(device_);
   note_growth(name, sizes, before, after);
   if (after.live > limit_bytes) callbacks_.keep_budget(name);

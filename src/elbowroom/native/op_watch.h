@@ -119,6 +119,8 @@ class OpWatch {
   void run_unrefused(c10::function_ref<void()> next);
   // Has the device's allocator limit requests again, unless an op runs that must not be refused any.
   void restore_limit();
+  // Whether there is room on a device for what an op took before, with such arguments.
+  bool is_known_to_fit(const OpKind& kind, const c10::IValue* arguments, size_t count) const;
   // Whether an op may be refused memory that takes as much as its arguments, twice.
   bool is_tight(int64_t nbytes) const { return scope_ != nullptr && scope_->live_bytes() + 2 * nbytes > scope_->limit_bytes(); }
   // Null if no op runs in slices.
@@ -173,6 +175,7 @@ class OpWatch {
       const std::string& name, const Sizes& sizes, bool is_repeated, bool is_sliceable, DeviceBytes& before,
       c10::function_ref<void()> next);
   class Unrefused;
+  void lift_limit();
   // Forgets the ops that made these.
   void forget_ops(at::TensorList written);
   // Reports that an op is about to write to these, or has written.

@@ -10,19 +10,12 @@
 #include "default_hooks.h"
 #include "device_bytes.h"
 #include "python_objects.h"
+#include "saved_view.h"
 #include "watched_ops.h"
 
 namespace elbowroom {
 
 namespace {
-
-// With hooks, PyTorch does not check versions itself. Throws PyTorch's message.
-void check_version(const at::Tensor& tensor, int64_t version, int64_t expected) {
-  TORCH_CHECK(
-      version == expected, "one of the variables needed for gradient computation has been modified by an inplace "
-      "operation: a ", tensor.dtype(), " tensor of shape ", tensor.sizes(), " is at version ", version,
-      "; expected version ", expected, " instead");
-}
 
 template <typename Slot>
 PyObject* find_object(const Slot& slot) {
@@ -74,7 +67,7 @@ class SavedTensors::Hooks final : public torch::autograd::SavedVariableHooks {
   at::Tensor call_unpack_hook() override {
     const at::Tensor found = step_->need(save_);
     if (!close_) return found;
-    check_version(found, counter_.current_version(), version_);
+    check_version(found, found.sizes(), counter_.current_version(), version_);
     return close_(found);
   }
 
@@ -145,7 +138,7 @@ at::Tensor SavedTensors::need(const SavePtr& save) {
     const std::lock_guard<std::mutex> guard(mutex_);
     index = needs_++;
     if (save->tensor.defined()) {
-      check_version(save->tensor, save->tensor._version(), save->version);
+      check_version(save->tensor, save->tensor.sizes(), save->tensor._version(), save->version);
       kept = save->tensor;
       if (is_logging_ && log_need(index, *save)) return kept;
     }

@@ -224,7 +224,10 @@ thread_local bool is_running = false;
 }  // namespace
 
 void run_waiting(c10::function_ref<void()> run) {
+  const Watchers* watchers = find_watchers(get_thread());
+  if (OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native()) watch->restore_limit();  // refused slices become smaller
   const Busy busy;
+  const at::impl::MaybeSetTLSOnEntryGuard entry;  // as in `run_in_python`
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
   const c10::impl::IncludeDispatchKeyGuard key{c10::DispatchKeySet(KEY)};  // brings back what they use, or raises an error
   const bool before = std::exchange(is_running, true);
@@ -339,12 +342,14 @@ void run_sliceable(
   run_ops_that_wait(watch);
   const std::vector<c10::IValue> given(arguments, arguments + count);
   std::optional<Statistics> statistics;
-  watch.run_unrefused([&] { statistics.emplace(kind, given); });
+  if (kind.may_write && !watch.is_known_to_fit(kind, arguments, count)) {  // else it is refused nothing once it runs
+    watch.run_unrefused([&] { statistics.emplace(kind, given); });
+  }
   bool has_begun = false;
   try {
     run_whole(op, &kind, keys, stack, has_begun);
   } catch (python_error& refusal) {
-    if (kind.may_write && has_begun && !statistics->restore()) throw;  // its argument may be partly written
+    if (kind.may_write && has_begun && !(statistics && statistics->restore())) throw;  // its argument may be partly written
     stack->resize(below);
     stack->insert(stack->end(), given.begin(), given.end());
     if (!run_refused(watch, op, kind, stack, refusal)) throw;

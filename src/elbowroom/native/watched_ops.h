@@ -5,6 +5,7 @@
 #include <ATen/core/stack.h>
 #include <ATen/record_function.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -42,6 +43,16 @@ constexpr c10::DispatchKeySet BELOW_WATCH(c10::DispatchKeySet::FULL_AFTER, WATCH
 
 // Whether watchers see ops before dispatch modes and tensor subclasses do, as in PyTorch 2.11 and 2.12.
 constexpr bool IS_ABOVE_MODES = WATCHED_KEY > c10::DispatchKey::Python;
+
+// Hides ops from watchers and dispatch modes. For plain tensors only: others need their modes.
+class HiddenOps {
+ public:
+  HiddenOps() = default;
+
+ private:
+  const c10::impl::ExcludeDispatchKeyGuard keys_{
+      c10::DispatchKeySet({WATCHED_KEY, c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+};
 
 // Returns whether a dispatch mode or a tensor subclass may still change what an op does. It neither runs again nor in
 // slices then, since both bypass them.

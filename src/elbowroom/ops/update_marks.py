@@ -23,9 +23,9 @@ for _name in ("begin_update", "end_update"):
 
 def begin_update(tensors: Sequence[torch.Tensor]) -> None:
     """Mark the beginning of an update of these tensors, which are brought into memory."""
-    torch.ops.elbowroom.begin_update(tensors)
+    torch.ops.elbowroom.begin_update.default(tensors)
 
 
 def end_update(tensors: Sequence[torch.Tensor]) -> None:
     """Mark its end."""
-    torch.ops.elbowroom.end_update(tensors)
+    torch.ops.elbowroom.end_update.default(tensors)

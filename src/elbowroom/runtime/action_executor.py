@@ -65,8 +65,7 @@ class ActionExecutor:
     def perform(self, actions: Sequence[Action], later: Sequence[Action] = ()) -> None:
         """Perform actions in order. If one fails, correct the machine for it and all after it, `later` included."""
         by_id = self._storages.by_id
-        kinds = set(map(type, actions))
-        moves_back = Reload in kinds or Recompute in kinds
+        moves_back = any(isinstance(action, Reload | Recompute) for action in actions)
         # While a chain is computed, storages that its later links read may not leave.
         self._context.pinned.append(count_reads(actions, self._state.segments) if moves_back else {})
         try:
@@ -211,8 +210,7 @@ class ActionExecutor:
 
     def _release(self, saved: SavedStorage) -> None:
         if saved.copy is not None or self._prepare_replay(saved):
-            with Hidden():
-                saved.release()
+            saved.release()
             return
         storage = saved.record.id
         is_dropped = self._machine.segment_of(storage) is not None

@@ -3,61 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Set
+from typing import Any
 
 import torch
 
 from elbowroom.errors import InternalError
-from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import is_shared
+from elbowroom.native import library
 from elbowroom.runtime.copies import Copy
 
-_SharingVersions = torch._C._SetExcludeDispatchKeyGuard
-"""Aliases share a version counter through ADInplaceOrView, a dispatch key that is excluded below dispatch modes."""
-
-
-class Geometry(NamedTuple):
-    """Position of a tensor in its storage."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-def check_version(version_ref: torch.Tensor, shape: Sequence[int], expected: int) -> None:
-    """Check that a tensor was not modified in place after it was saved. With hooks active PyTorch does not check.
-
-    Args:
-        version_ref: shares the tensor's version counter.
-        shape: shape of the tensor.
-        expected: version of the tensor when it was saved.
-
-    Raises:
-        RuntimeError: the tensor was modified; PyTorch's message.
-    """
-    if version_ref._version != expected:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{version_ref.dtype} tensor of shape {list(shape)} is at version {version_ref._version}; expected version "
-            f"{expected} instead"
-        )
-
-
-class SavedView:
-    """One saved tensor of a storage.
-
-    Attributes:
-        tensor: shares the saved tensor's version counter, and also its bytes while `geometry` is None.
-        geometry: position of the tensor in its storage; None until the storage is released.
-    """
-
-    __slots__ = ("geometry", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.geometry: Geometry | None = None
+SavedView = Any
+"""One saved tensor: an object of the extension. Its `tensor` shares the saved tensor's version counter, and also its
+bytes until `is_released`."""
 
 
 NO_READERS: Set[SavedStorage] = frozenset()
@@ -126,8 +84,7 @@ class SavedStorage:
         """Keep a tensor that autograd saves. `index`: index of the save."""
         if self.views is NO_VIEWS:
             self.views = {}
-        with Hidden():
-            self.views[index] = SavedView(tensor.detach())  # the tensor itself would keep the graph alive in a cycle
+        self.views[index] = library.load().SavedView(tensor)  # the tensor itself would keep the graph alive in a cycle
         self.record.views = len(self.views)
         self.record.is_guarded = True
 
@@ -153,8 +110,9 @@ class SavedStorage:
         if self.storage is not None:
             return self.storage
         for view in self.views.values():
-            if view.geometry is None:
-                return view.tensor.untyped_storage()
+            if not view.is_released:
+                storage: torch.UntypedStorage = view.storage
+                return storage
         return None
 
     def find_released(self) -> torch.UntypedStorage | None:
@@ -182,14 +140,13 @@ class SavedStorage:
     def view(self, index: int) -> torch.Tensor:
         """Return a saved tensor. Its storage must be on the device."""
         saved = self.views[index]
-        geometry = saved.geometry
-        if geometry is None:
-            return saved.tensor
+        if not saved.is_released:
+            tensor: torch.Tensor = saved.tensor
+            return tensor
         if self.storage is None:
             raise InternalError(f"storage {self.id} is needed but not on the device")
-        with Hidden():
-            empty = torch.empty(0, dtype=geometry.dtype, device=self.storage.device)
-            return empty.set_(self.storage, geometry.offset, geometry.shape, geometry.stride)
+        made: torch.Tensor = saved.make(self.storage)
+        return made
 
     def release(self) -> None:
         """Drop all of our references to the storage. The version counters of the saved tensors stay."""
@@ -197,15 +154,5 @@ class SavedStorage:
         if home is not None:
             self.released_ref = weakref.ref(home)
         for view in self.views.values():
-            if view.geometry is not None:
-                continue
-            tensor = view.tensor
-            # Bypass `Geometry.__new__` for speed: this runs at each save that moves.
-            geometry = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
-            view.geometry = tuple.__new__(Geometry, geometry)
-            # Assigning `data` replaces the storage and keeps the version counter. On a new alias, since autograd may
-            # be using `view.tensor`.
-            with _SharingVersions(torch._C.DispatchKey.ADInplaceOrView, False):
-                view.tensor = tensor.detach()
-            view.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            view.release()
         self.storage = None

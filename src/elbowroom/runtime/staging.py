@@ -25,12 +25,12 @@ class Staging:
         self._streams, self._spill = streams, spill
         self.piece_bytes = piece_bytes
         self.block = host.reserve_apart(2 * piece_bytes)
-        self._halves = self.block.tensor.split(piece_bytes)
+        self._halves = [self.block.cut(begin, piece_bytes) for begin in (0, piece_bytes)]
         self._last: list[StreamEvent | None] = [None, None]  # the device's last transfer from or to each half
 
     def prepare(self, piece_bytes: int | None) -> None:
         """Set the bytes to copy at a time; a whole half if None."""
-        half_bytes = self._halves[0].numel()
+        half_bytes = self._halves[0].nbytes
         self.piece_bytes = half_bytes if piece_bytes is None else min(piece_bytes, half_bytes)
 
     def write_out(self, storage: torch.UntypedStorage, copy: StreamCopy, computed: StreamEvent) -> None:
@@ -42,7 +42,7 @@ class Staging:
         written = 0
         for index, begin in enumerate(range(0, copy.nbytes, self.piece_bytes)):
             half = index % 2
-            piece = self._halves[half][: min(self.piece_bytes, copy.nbytes - begin)]
+            piece = self._halves[half].cut(0, min(self.piece_bytes, copy.nbytes - begin))
             busy = self._last[half]
             after = [computed] if busy is None else [computed, busy]
             self._last[half] = copy.last = self._streams.copy_out(storage, piece, after, begin)
@@ -57,7 +57,7 @@ class Staging:
         event = self._last[half]
         assert event is not None
         self._streams.host_waits(event)
-        self._spill.write(copy.offset + begin, self._halves[half].data_ptr(), nbytes)
+        self._spill.write(copy.offset + begin, self._halves[half].address, nbytes)
         return nbytes
 
     def read_back(self, storage: torch.UntypedStorage, copy: StreamCopy, after: list[StreamEvent]) -> None:
@@ -68,9 +68,9 @@ class Staging:
         """
         for index, begin in enumerate(range(0, copy.nbytes, self.piece_bytes)):
             half = index % 2
-            piece = self._halves[half][: min(self.piece_bytes, copy.nbytes - begin)]
+            piece = self._halves[half].cut(0, min(self.piece_bytes, copy.nbytes - begin))
             busy = self._last[half]
             if busy is not None:  # the device may still be copying from this half
                 self._streams.host_waits(busy)
-            self._spill.read(copy.offset + begin, piece.data_ptr(), piece.numel())
+            self._spill.read(copy.offset + begin, piece.address, piece.nbytes)
             self._last[half] = copy.last = self._streams.copy_in(piece, storage, after, begin)

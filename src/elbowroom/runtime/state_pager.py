@@ -315,16 +315,18 @@ class StatePager:
         self.is_active = False
         self._native.update_watching()
 
-    def _hold(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> object:
         """Keep what an update uses in memory as long as the result lives, with room beside it.
 
         Raises:
             TierError, Infeasible: before the update begins, which would fail halfway otherwise.
         """
         if not tensors:
-            return []
+            return None
+        held = self.storages.table.use(tensors)
+        if self.follows_plan and not self.storages.refusal:
+            return held
         storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
-        held = [self.hold_storage(each, is_written=False, is_lasting=False) for each in storages]
         nbytes = sum({each._cdata: each.nbytes() for each in storages}.values())
         missing_bytes = self._ledger.live_bytes + nbytes - (self._budget_bytes or 0)
         if missing_bytes > 0 and not self.follows_plan:

@@ -19,7 +19,6 @@ import torch
 from elbowroom._family import get
 from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_regions import undisturbed
-from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.ir.events import StorageNeeded, StorageSaved
 from elbowroom.residency import policies
 from elbowroom.residency.access_history import AccessHistory
@@ -33,7 +32,7 @@ from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.packed import PackedTensor
 from elbowroom.runtime.phase import Phase
-from elbowroom.runtime.saved_storage import SavedStorage, check_version
+from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.state_moves import StateMoves, is_followed
 from elbowroom.runtime.step_context import StepContext
 from elbowroom.runtime.step_environment import StepEnvironment
@@ -178,9 +177,8 @@ class StepRunner:
             del tensor
             if actions := self._machine.feed(StorageSaved(storage, tick)):
                 self._executor.perform(actions)
-            if saved.views[index].geometry is None and not self._machine.is_on_device(storage):
-                with Hidden():
-                    saved.release()  # it had left before, and the program alone still holds it
+            if not saved.views[index].is_released and not self._machine.is_on_device(storage):
+                saved.release()  # it had left before, and the program alone still holds it
             return packed
 
     def need(self, index: int, save: Any) -> torch.Tensor | None:
@@ -204,9 +202,7 @@ class StepRunner:
                 self._feed_tick(NEEDED, tick, NO_STORAGE if saved is None else saved.id)
             else:
                 # Versions first, before anything moves: a step that is refused must leave everything as it is.
-                view = saved.views[packed.index]
-                if view.tensor._version != packed.version:
-                    check_version(view.tensor, (view.geometry or view.tensor).shape, packed.version)
+                saved.views[packed.index].check_version(packed.version)
                 storage = saved.record.id
                 self._saved_tensors.note(NEEDED, storage, tick, 0)
                 actions = self._machine.feed(StorageNeeded(storage, tick))

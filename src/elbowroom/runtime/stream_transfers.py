@@ -121,7 +121,7 @@ class StreamTransfers:
                 copy.block = copy.record.block
                 with self._in_flight.beginning(copy, storage):
                     after = [self._streams.record_compute(), *self._in_flight.list_users(copy.block)]
-                    copy.last = self._streams.copy_out(storage, copy.block.tensor, after)
+                    copy.last = self._streams.copy_out(storage, copy.block, after)
             else:
                 copy.offset = copy.record.block
                 staging = self._staging
@@ -144,7 +144,7 @@ class StreamTransfers:
                 after.append(copy.last)
             if copy.block is not None:
                 with self._in_flight.beginning(copy, storage):
-                    copy.last = self._streams.copy_in(copy.block.tensor, storage, after)
+                    copy.last = self._streams.copy_in(copy.block, storage, after)
             else:
                 staging = self._staging
                 assert staging is not None
@@ -182,7 +182,7 @@ class StreamTransfers:
             after = [self._streams.record_compute(), *self._in_flight.list_users(copy.block)]
             with self._in_flight.beginning(part, section):
                 for each in extents:
-                    host = copy.block.tensor[each.copy_offset : each.copy_offset + each.nbytes]
+                    host = copy.block.cut(each.copy_offset, each.nbytes)
                     if is_out:
                         part.last = self._streams.copy_out(section, host, after, each.memory_offset)
                     else:

@@ -9,12 +9,15 @@ Streams are ordered by events; the host only enqueues work.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from elbowroom.errors import DeviceFull
+from elbowroom.native import library
+from elbowroom.tiers.pinned import SlabBlock
 
 
 class StreamEvent(Protocol):
@@ -29,7 +32,7 @@ class Streams(Protocol):
     """Three streams of one device: one computes, one copies to the host, one copies back.
 
     Each stream works in order; only events order the streams among each other. Only `host_waits` and
-    `host_waits_for_copies` block the host. Storages and host tensors must stay alive until a wait for their copy.
+    `host_waits_for_copies` block the host. Storages and host blocks must stay alive until a wait for their copy.
     """
 
     @property
@@ -42,15 +45,15 @@ class Streams(Protocol):
         ...
 
     def copy_out(
-        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
+        self, source: torch.UntypedStorage, host: SlabBlock, after: Sequence[StreamEvent], source_offset: int = 0
     ) -> StreamEvent:
-        """Copy `host.numel()` bytes of a storage, from `source_offset` on, to the host, once `after` is done."""
+        """Copy `host.nbytes` bytes of a storage, from `source_offset` on, to the host, once `after` is done."""
         ...
 
     def copy_in(
-        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
+        self, host: SlabBlock, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
     ) -> StreamEvent:
-        """Copy a host tensor's bytes into a storage, from `target_offset` on, once `after` is done."""
+        """Copy a host block's bytes into a storage, from `target_offset` on, once `after` is done."""
         ...
 
     def compute_waits(self, event: StreamEvent) -> None:
@@ -74,16 +77,9 @@ class Streams(Protocol):
         ...
 
 
-class CudaEvent:
-    """Event, and the compute stream that it was recorded for."""
-
-    __slots__ = ("computing", "event")
-
-    def __init__(self, event: torch.cuda.Event, computing: torch.cuda.Stream | None) -> None:
-        self.event, self.computing = event, computing
-
-    def is_done(self) -> bool:
-        return bool(self.event.query())
+def number_stream(stream: torch.cuda.Stream) -> tuple[int, int, int]:
+    """Return what the extension knows a stream by."""
+    return stream.stream_id, stream.device_index, stream.device_type
 
 
 class CudaStreams:
@@ -100,69 +96,46 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
-        self._out: torch.cuda.Stream | None = None
-        self._back: torch.cuda.Stream | None = None
 
-    @property
+    @functools.cached_property
     def out_stream(self) -> torch.cuda.Stream:
         """Stream that copies to the host."""
-        if self._out is None:
-            self._out = torch.cuda.Stream(self.device)
-        return self._out
+        return torch.cuda.Stream(self.device)
 
-    @property
+    @functools.cached_property
     def back_stream(self) -> torch.cuda.Stream:
         """Stream that copies from the host."""
-        if self._back is None:
-            self._back = torch.cuda.Stream(self.device)
-        return self._back
+        return torch.cuda.Stream(self.device)
 
-    def record_compute(self) -> CudaEvent:
-        computing = torch.cuda.current_stream(self.device)
-        return CudaEvent(computing.record_event(), computing)
+    @functools.cached_property
+    def _copies(self) -> Any:
+        return library.load().CopyStreams(number_stream(self.out_stream), number_stream(self.back_stream))
+
+    def record_compute(self) -> StreamEvent:
+        event: StreamEvent = self._copies.record_compute()
+        return event
 
     def copy_out(
-        self, source: torch.UntypedStorage, host: torch.Tensor, after: Sequence[StreamEvent], source_offset: int = 0
-    ) -> CudaEvent:
-        return self._copy(self.out_stream, self._bytes_of(source, source_offset, host.numel()), host, after)
+        self, source: torch.UntypedStorage, host: SlabBlock, after: Sequence[StreamEvent], source_offset: int = 0
+    ) -> StreamEvent:
+        event: StreamEvent = self._copies.copy_out(source, source_offset, host.address, host.nbytes, after)
+        return event
 
     def copy_in(
-        self, host: torch.Tensor, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
-    ) -> CudaEvent:
-        return self._copy(self.back_stream, host, self._bytes_of(target, target_offset, host.numel()), after)
-
-    def _copy(
-        self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, after: Sequence[StreamEvent]
-    ) -> CudaEvent:
-        computing = None
-        for event in after:
-            assert isinstance(event, CudaEvent)
-            stream.wait_event(event.event)
-            computing = computing or event.computing
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return CudaEvent(stream.record_event(), computing)
-
-    def _bytes_of(self, storage: torch.UntypedStorage, offset: int, nbytes: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, offset, (nbytes,), (1,))
+        self, host: SlabBlock, target: torch.UntypedStorage, after: Sequence[StreamEvent], target_offset: int = 0
+    ) -> StreamEvent:
+        event: StreamEvent = self._copies.copy_in(host.address, target, target_offset, host.nbytes, after)
+        return event
 
     def compute_waits(self, event: StreamEvent) -> None:
-        assert isinstance(event, CudaEvent)
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(event.event)
-        # The memory belongs to the stream that was current when the copy began. That stream's later work may reuse it,
-        # even if the program has switched to another stream since.
-        if event.computing is not None and event.computing != current:
-            event.computing.wait_event(event.event)
+        self._copies.compute_waits(event)
 
     def host_waits(self, event: StreamEvent) -> None:
-        assert isinstance(event, CudaEvent)
-        event.event.synchronize()
+        event.synchronize()  # type: ignore[attr-defined]
 
     def host_waits_for_copies(self) -> None:
-        for stream in (self._out, self._back):
-            if stream is not None:
-                stream.synchronize()
+        self.out_stream.synchronize()
+        self.back_stream.synchronize()
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         try:

@@ -76,8 +76,7 @@ class WriteGuard:
                 self._executor.wait(saved)
                 self._executor.discard_copy(saved)
             if saved.find_storage() is not home:
-                with Hidden():
-                    saved.release()  # a reloaded duplicate of a storage that the program still held
+                saved.release()  # a reloaded duplicate of a storage that the program still held
                 saved.storage = home
             saved.may_move = False
             self._state.machine.refuse(saved.id)

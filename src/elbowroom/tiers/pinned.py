@@ -91,18 +91,25 @@ class SlabBlock:
     Attributes:
         nbytes: requested bytes.
         offset: offset in the slab in bytes.
-        tensor: memory of the block, `nbytes` elements of uint8.
     """
 
     nbytes: int
     offset: int
-    tensor: torch.Tensor
     slab: _Slab
 
     @property
     def address(self) -> int:
         """Address of the block."""
         return self.slab.address + self.offset
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Memory of the block, `nbytes` elements of uint8."""
+        return self.slab.memory.narrow(0, self.offset, self.nbytes)
+
+    def cut(self, begin: int, nbytes: int) -> SlabBlock:
+        """Return a part of the block."""
+        return SlabBlock(nbytes, self.offset + begin, self.slab)
 
 
 class HostSlabs:
@@ -248,7 +255,7 @@ class HostSlabs:
             self.close()  # memory must not be freed while it is pinned
 
     def _cut(self, slab: _Slab, offset: int, nbytes: int) -> SlabBlock:
-        return SlabBlock(nbytes, offset, slab.memory.narrow(0, offset, nbytes), slab)
+        return SlabBlock(nbytes, offset, slab)
 
     def _grow(self, nbytes: int) -> _Slab:
         left = self.capacity_bytes - self.slab_bytes

@@ -1,0 +1,47 @@
+#include "saved_view.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <utility>
+
+#include "watched_ops.h"
+
+namespace elbowroom {
+
+void check_version(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t version, int64_t expected) {
+  TORCH_CHECK(
+      version == expected, "one of the variables needed for gradient computation has been modified by an inplace "
+      "operation: a ", tensor.dtype(), " tensor of shape ", sizes, " is at version ", version, "; expected version ",
+      expected, " instead");
+}
+
+SavedView::SavedView(const at::Tensor& tensor) : tensor_(tensor.tensor_data()) {}
+
+void SavedView::check_version(int64_t expected) const {
+  const at::IntArrayRef sizes = is_released_ ? at::IntArrayRef(sizes_) : tensor_.sizes();
+  elbowroom::check_version(tensor_, sizes, tensor_._version(), expected);
+}
+
+void SavedView::release() {
+  if (is_released_) return;
+  const HiddenOps hidden;
+  const c10::InferenceMode is_off(false);  // its tensors have no version counters
+  at::Tensor empty = at::empty({0}, tensor_.options());
+  empty.unsafeGetTensorImpl()->set_version_counter(tensor_.unsafeGetTensorImpl()->version_counter());
+  sizes_.assign(tensor_.sizes().begin(), tensor_.sizes().end());
+  strides_.assign(tensor_.strides().begin(), tensor_.strides().end());
+  offset_ = tensor_.storage_offset();
+  is_released_ = true;
+  tensor_ = std::move(empty);  // another tensor, since autograd may be using this one
+}
+
+at::Tensor SavedView::make(const c10::Storage& storage) const {
+  const HiddenOps hidden;
+  at::Tensor made = at::empty({0}, tensor_.options());
+  return made.set_(storage, offset_, sizes_, strides_);
+}
+
+}  // namespace elbowroom

@@ -1,0 +1,36 @@
+// One tensor that autograd has saved, of a storage that may leave memory and come back.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+
+namespace elbowroom {
+
+// Throws PyTorch's error if a tensor that was saved was modified in place since. With hooks, PyTorch does not check it.
+void check_version(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t version, int64_t expected);
+
+class SavedView {
+ public:
+  explicit SavedView(const at::Tensor& tensor);
+
+  // Shares the saved tensor's version counter, and until the release its bytes.
+  const at::Tensor& tensor() const { return tensor_; }
+  // Throws PyTorch's error if the saved tensor was modified in place since it had this version.
+  void check_version(int64_t expected) const;
+  bool is_released() const { return is_released_; }
+  // Lets go of the storage.
+  void release();
+  // The saved tensor, of a storage with its bytes.
+  at::Tensor make(const c10::Storage& storage) const;
+
+ private:
+  at::Tensor tensor_;
+  bool is_released_ = false;
+  c10::SmallVector<int64_t, 5> sizes_, strides_;
+  int64_t offset_ = 0;
+};
+
+}  // namespace elbowroom
