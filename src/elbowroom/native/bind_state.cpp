@@ -118,6 +118,8 @@ void bind_state(py::module_& module) {
             table.note_waiting(list_storages(read), list_storages(written));
           }, py::arg("read"), py::arg("written"),
           "Note the tensors of ops that wait; `run_waiting` is called before what has to come after them.")
+      .def_property_readonly("lost_waiting", &StateTable::lost_waiting,
+          "Why ops that wait can never run, as their arguments were overwritten; empty if they can.")
       .def_property_readonly("events", &StateTable::events)
       .def_property_readonly("former_events", &StateTable::former_events);
   module.def("limit_lists", &StateTable::set_most_bytes, py::arg("most_bytes"),

@@ -201,12 +201,29 @@ StateTable::StateTable(Restore restore, RunWaiting run_waiting)
 
 void StateTable::note_waiting(std::vector<const c10::StorageImpl*> read, std::vector<const c10::StorageImpl*> written) {
   const std::lock_guard<std::mutex> guard(state_mutex());
+  if (written.empty()) lost_waiting_.clear();
   auto& waiting = state_ops().waiting;
   std::erase_if(waiting, [&](const WaitingOps& each) {
     const auto table = each.table.lock();
     return table == nullptr || table.get() == this;
   });
   if (!written.empty()) waiting.push_back({weak_from_this(), std::move(read), std::move(written)});
+}
+
+std::string StateTable::lost_waiting() const {
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  return lost_waiting_;
+}
+
+void StateTable::lose_waiting(at::TensorList written, const std::string& why) {
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  for (const WaitingOps& each : state_ops().waiting) {
+    const auto table = each.table.lock();
+    const auto is_read = [&](const at::Tensor& tensor) {
+      return std::find(each.read.begin(), each.read.end(), find_storage(tensor)) != each.read.end();
+    };
+    if (table != nullptr && std::any_of(written.begin(), written.end(), is_read)) table->lost_waiting_ = why;
+  }
 }
 
 StateStoragePtr StateTable::add(const c10::Storage& storage) {
@@ -426,17 +443,20 @@ struct UnwatchedOp final : at::ObserverContext {
   StateUse use;
 };
 
-// Errors stay here: what could not be restored raises one where it is accessed.
+// Errors stay here: what could not be restored raises one where it is accessed, and so do results that an op was to compute
+// first from what this one overwrites.
 std::unique_ptr<at::ObserverContext> begin_unwatched(const at::RecordFunction& function) {
   if (!StateTable::is_any_managed()) return nullptr;
   if (is_key_active()) return hide_from_lookup(function);
+  const auto name = function.operator_name();
+  const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
+  const OpKind* kind = op.has_value() ? find_kind(*op) : nullptr;
+  if (kind == nullptr || !kind->uses_memory) return nullptr;
+  const auto arguments = function.inputs();
   try {
-    const auto name = function.operator_name();
-    const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
-    const OpKind* kind = op.has_value() ? find_kind(*op) : nullptr;
-    if (kind == nullptr || !kind->uses_memory) return nullptr;
-    return std::make_unique<UnwatchedOp>(*kind, function.inputs());
+    return std::make_unique<UnwatchedOp>(*kind, arguments);
   } catch (const std::exception& error) {
+    if (kind->may_write) StateTable::lose_waiting(list_written(*kind, arguments.data(), arguments.size()), error.what());
     TORCH_WARN("Elbowroom cannot bring state back for an op: ", error.what());
     return nullptr;
   }

@@ -86,6 +86,10 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   // Notes what ops read and write that wait, to run in slices together. Whatever writes to what they read, or uses what
   // they write, has them run first, except in the code that runs them.
   void note_waiting(std::vector<const c10::StorageImpl*> read, std::vector<const c10::StorageImpl*> written);
+  // Why what waits can never run: its arguments were overwritten. Empty if it can.
+  std::string lost_waiting() const;
+  // Has ops of all tables that wait never run if they read what is written.
+  static void lose_waiting(at::TensorList written, const std::string& why);
 
   // An event is an op that uses storages of the table. Events count from the beginning of the step.
   int64_t events() const { return events_.load(); }
@@ -107,6 +111,7 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   const RunWaiting run_waiting_;
   std::atomic<int64_t> events_{0}, clock_{0};
   int64_t former_events_ = 0;
+  std::string lost_waiting_;
 };
 
 // Have the ops of all threads restore and pin what they use for as long as there is managed state; to be called where that

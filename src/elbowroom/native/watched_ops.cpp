@@ -225,7 +225,8 @@ thread_local bool is_running = false;
 
 void run_waiting(c10::function_ref<void()> run) {
   const Watchers* watchers = find_watchers(get_thread());
-  if (OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native()) watch->restore_limit();  // refused slices become smaller
+  OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native();
+  if (watch != nullptr) watch->restore_limit();  // slices that are refused memory become smaller
   const Busy busy;
   const at::impl::MaybeSetTLSOnEntryGuard entry;  // as in `run_in_python`
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);

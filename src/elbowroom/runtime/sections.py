@@ -109,6 +109,12 @@ class Sections:
         self._storages.unwritten.records = {table.find(each.untyped_storage()) for each in written} - {None}
         table.note_waiting(list(read), list(written))
 
+    @property
+    def lost_waiting(self) -> str:
+        """Why ops that wait can never run, as their arguments were overwritten; empty if they can."""
+        why: str = self._storages.table.lost_waiting
+        return why
+
     def make(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a tensor whose bytes are away, and not written yet.
 

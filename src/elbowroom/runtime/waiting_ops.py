@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from elbowroom.errors import NO_ROOM, DeviceFull
+from elbowroom.errors import NO_ROOM, DeviceFull, TierError
 from elbowroom.hooks.exposed_memory import is_address_known, is_shared
 from elbowroom.ir.slicing import SlicePass, iterate_slices
 from elbowroom.native import library
@@ -118,6 +118,8 @@ class WaitingOps:
         stretch = self._stretch
         if stretch is None or not may_join(call) or _find_stream(call) != self._stream:
             return None
+        if self._sections.lost_waiting:
+            return None
         if self._native.read_settings() != self._settings:
             return None
         key = self._find_key(call)
@@ -160,7 +162,8 @@ class WaitingOps:
         """Run what waits together. If there is no room, return the error; all of it waits on then.
 
         Raises:
-            TierError: a section could not be read or written. All of it waits on.
+            TierError: a section could not be read or written. All of it waits on, for ever if this happened before an op
+                of another thread, which cannot be stopped, wrote to what it reads.
         """
         refusals: list[Exception | None] = []
         if self._stretch is not None and not self._is_running:
@@ -175,6 +178,12 @@ class WaitingOps:
             self._sections.forget(stretch.list_made())
             self.clear()
             return None
+        if why := self._sections.lost_waiting:
+            ops = ", ".join(str(op.call.op) for op in stretch.ops)
+            raise TierError(
+                f"the results of {ops} are lost: an op of another thread has written to the arguments, before which these "
+                f"ops could not run: {why}"
+            )
         refusal: Exception
         self._begin_again()
         try:
