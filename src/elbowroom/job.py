@@ -13,7 +13,7 @@ from elbowroom.config import Config
 from elbowroom.hooks.sharded import is_sharded, list_bucketed
 from elbowroom.hooks.storage_ids import get_any_storage, unwrap
 from elbowroom.ir.trace import Role
-from elbowroom.tracing.residents import Resident, list_resident_tensors, list_residents
+from elbowroom.tracing.residents import Resident, list_kept_tensors, list_resident_tensors, list_residents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Job:
     def list_residents(self) -> list[torch.Tensor]:
         """List parameters, gradients, buffers and optimizer state."""
         return list_resident_tensors(self.model, self.optimizers)
+
+    def list_kept(self) -> list[torch.Tensor]:
+        """List parameters, buffers and optimizer state, as the job holds them."""
+        return list_kept_tensors(self.model, self.optimizers)
 
     def count_parameters(self) -> Counter[int]:
         """Return how many storages of parameters have how many bytes; of shards those of this rank."""

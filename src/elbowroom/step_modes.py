@@ -274,6 +274,7 @@ class StepModes:
             min_bytes=job.config.min_offload_bytes,
             pager=self._pager,
             sliced_ops=self._sliced_ops,
+            list_kept=job.list_kept,
             name_residents=job.name_residents,
             complete_error=self._complete_error,
         )

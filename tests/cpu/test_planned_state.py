@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.runtime.state_tensors import StateTensors
+from elbowroom.tracing.residents import Resident, list_kept_tensors, list_residents
 from elbowroom.tracing.tracer import UNSEEN_BYTES
 from tests.state_jobs import PARAMETER_BYTES, StateJob, adamw, assert_same, fit, list_tensors, make_job, run_plain
 
@@ -81,6 +84,34 @@ def test_evaluation_between_steps_leaves_the_next_step_its_plan(profile: Hardwar
         assert room.journal().steps[-1].mode is Mode.PLANNED
     with torch.no_grad():
         assert torch.equal(seen, job.model(batch))
+
+
+def test_state_is_matched_again_where_tensors_were_replaced(profile: HardwareProfile) -> None:
+    """`load_state_dict` replaces the optimizer's state."""
+    job = make_job(adamw)
+    model, optimizers = job.model, job.optimizers
+    with fit(job, profile, 3 * PARAMETER_BYTES // 2, mode="auto", min_offload_bytes=1 << 12) as room:
+        for index in range(STEPS):
+            with room.step():
+                job.step(index)
+        assert room.planned is not None
+        trace = room.planned.trace
+    named: list[int] = []
+
+    def find() -> set[int]:
+        def name() -> list[Resident]:
+            named.append(1)
+            return list_residents(model, optimizers)
+
+        return {id(each) for each in tensors.find(list_kept_tensors(model, optimizers), name).values()}
+
+    tensors = StateTensors(trace)
+    first = find()
+    assert find() == first and len(named) == 1
+    optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    second = find()
+    assert second <= set(map(id, list_kept_tensors(model, optimizers)))
+    assert len(second) == len(first) and second != first and len(named) == 2
 
 
 @pytest.mark.parametrize(("name", "budget_bytes"), [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,9 +13,7 @@ from elbowroom.ir.plan import Plan
 from elbowroom.ir.state import MoveKind, StateMove, list_away, list_moves
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.runtime.state_pager import StatePager
-
-NamedTensor = tuple[torch.Tensor, Role, str, str | None]
-"""A tensor of the state, its role, its label, and the path of the module that owns it."""
+from elbowroom.runtime.state_tensors import StateTensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,20 +54,25 @@ class StateSchedule:
         """Return the positions of the ops with moves before them, or after them."""
         return {position for position, before in self.moves if before is is_before}
 
+    @functools.cached_property
+    def tensors(self) -> StateTensors:
+        """Finds the tensors of the job whose storages move."""
+        return StateTensors(self.trace)
+
 
 class StateMoves:
     """Makes the moves of a schedule in one step.
 
     Args:
         pager: moves the storages.
-        residents: parameters, gradients, buffers and optimizer state, as they are when the step begins.
+        tensors: by storage; for a gradient, that of its parameter.
     """
 
-    def __init__(self, schedule: StateSchedule, pager: StatePager, residents: Iterable[NamedTensor]) -> None:
+    def __init__(self, schedule: StateSchedule, pager: StatePager, tensors: Mapping[int, torch.Tensor]) -> None:
         self._schedule = schedule
         self._pager = pager
         self._storages = pager.storages
-        self._tensors = _match(schedule.trace, residents)
+        self._tensors = tensors
 
     def begin(self) -> None:
         """Have away what the plan has away when a step begins, and all other state in memory or on its way."""
@@ -110,34 +113,6 @@ class StateMoves:
         if tensor is not None and self._schedule.trace.storages[storage].role is Role.GRADIENT:
             tensor = tensor.grad
         return None if tensor is None else get_plain_storage(tensor)
-
-
-def _match(trace: Trace, residents: Iterable[NamedTensor]) -> dict[int, torch.Tensor]:
-    """Return the tensor of each storage of a trace's state; for a gradient, that of its parameter.
-
-    Tensors with the same role and label are in the order in which the trace lists them.
-    """
-    tensors: dict[tuple[Role, str, int], list[torch.Tensor]] = {}
-    seen = set[int]()
-    for tensor, role, label, _ in residents:
-        home = get_plain_storage(tensor)
-        if home is None or home._cdata in seen:
-            continue
-        seen.add(home._cdata)
-        tensors.setdefault((role, label, home.nbytes()), []).append(tensor)
-        if role is Role.PARAMETER:
-            tensors.setdefault((Role.GRADIENT, f"gradient of {label}", home.nbytes()), []).append(tensor)
-    found: dict[int, torch.Tensor] = {}
-    taken: dict[tuple[Role, str, int], int] = {}
-    for storage in sorted(trace.state):
-        traced = trace.storages[storage]
-        key = (traced.role, traced.label, traced.nbytes)
-        named = tensors.get(key, ())
-        index = 0 if traced.role is Role.GRADIENT else taken.get(key, 0)
-        if index < len(named):
-            found[storage] = named[index]
-            taken[key] = index + 1
-    return found
 
 
 def is_followed(moves: StateMoves | None) -> bool:

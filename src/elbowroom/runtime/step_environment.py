@@ -12,8 +12,8 @@ from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.runtime.sliced_ops import SlicedOps
-from elbowroom.runtime.state_moves import NamedTensor
 from elbowroom.runtime.state_pager import StatePager
+from elbowroom.runtime.state_tensors import NamedTensor
 from elbowroom.runtime.transfers import Transfers
 
 
@@ -33,6 +33,7 @@ class StepEnvironment:
         min_bytes: smaller storages stay on the device, unless a plan moves them.
         pager: moves model state, unless that stays on the device, and results of ops that run in slices.
         sliced_ops: runs ops in slices that have no room as a whole; None if none do.
+        list_kept: returns parameters, buffers and optimizer state, as the job holds them.
         name_residents: returns what `list_residents` does with roles, labels and modules.
         complete_error: completion of the errors of the step, see `Infeasible`.
     """
@@ -48,5 +49,6 @@ class StepEnvironment:
     min_bytes: int
     pager: StatePager | None = None
     sliced_ops: SlicedOps | None = None
+    list_kept: Callable[[], list[torch.Tensor]] = list
     name_residents: Callable[[], Sequence[NamedTensor]] = tuple
     complete_error: Callable[[Infeasible], None] | None = None

@@ -117,7 +117,8 @@ class StepRunner:
             if (schedule := expected.state_schedule) is not None and self._pager is not None:
                 before, after = (schedule.list_positions(is_before=is_before) for is_before in (True, False))
                 self.state.watcher.set_state_moves(before, after)
-                self._state_moves = StateMoves(schedule, self._pager, environment.name_residents())
+                tensors = schedule.tensors.find(environment.list_kept(), environment.name_residents)
+                self._state_moves = StateMoves(schedule, self._pager, tensors)
             is_observed = self._observer is not None  # then everything is reported at once
             touched = frozenset[int]() if is_observed else expected.plan_storages
             self._saved_tensors.log(touched, -1 if is_observed else self._policy.due_tick)

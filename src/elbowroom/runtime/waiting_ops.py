@@ -162,8 +162,8 @@ class WaitingOps:
         """Run what waits together. If there is no room, return the error; all of it waits on then.
 
         Raises:
-            TierError: a section could not be read or written. All of it waits on, for ever if this happened before an op
-                of another thread, which cannot be stopped, wrote to what it reads.
+            TierError: a section could not be read or written. All of it waits on; for ever, if an op of another thread
+                has written to what it reads meanwhile, as that cannot be stopped.
         """
         refusals: list[Exception | None] = []
         if self._stretch is not None and not self._is_running:
@@ -181,8 +181,8 @@ class WaitingOps:
         if why := self._sections.lost_waiting:
             ops = ", ".join(str(op.call.op) for op in stretch.ops)
             raise TierError(
-                f"the results of {ops} are lost: an op of another thread has written to the arguments, before which these "
-                f"ops could not run: {why}"
+                f"the results of {ops} are lost: they were to be computed before an op of another thread overwrote the "
+                f"arguments, which failed: {why}"
             )
         refusal: Exception
         self._begin_again()

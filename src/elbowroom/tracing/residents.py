@@ -59,10 +59,28 @@ def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> l
 
 
 def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """Return the tensors of `list_residents` without their labels.
+    """Return the tensors of `list_residents` without their labels. Cost: less than a microsecond per tensor."""
+    parameters, others = _list_kept(model, optimizers)
+    gradients = [gradient for each in parameters if (gradient := each.grad) is not None]
+    listed = [*parameters, *others, *gradients]
+    if PLAIN_TENSORS.issuperset(map(type, listed)):
+        return listed
+    return [part for each in listed for part in unwrap(each)]
 
-    Cost: less than a microsecond per tensor. A room calls this in every step, so it traverses the modules itself:
-    `Module.parameters()` takes several times as long.
+
+def list_kept_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """Return parameters, buffers and optimizer state, as the job holds them: without gradients, and not unwrapped."""
+    parameters, others = _list_kept(model, optimizers)
+    return parameters + others
+
+
+def _list_kept(
+    model: torch.nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the parameters, and the buffers and optimizer state.
+
+    A room calls this in every step, so it traverses the modules itself: `Module.parameters()` takes several times as
+    long.
     """
     kept: list[torch.Tensor | None] = []
     parameters: list[torch.Tensor | None] = []
@@ -84,12 +102,7 @@ def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer
         for state in optimizer.state.values():
             for value in state.values():
                 kept += (value,) if isinstance(value, torch.Tensor) else _iterate_tensors(value)
-    there = [each for each in parameters if each is not None]
-    gradients = [gradient for each in there if (gradient := each.grad) is not None]
-    listed = [*there, *(each for each in kept if each is not None), *gradients]
-    if PLAIN_TENSORS.issuperset(map(type, listed)):
-        return listed
-    return [part for each in listed for part in unwrap(each)]
+    return [each for each in parameters if each is not None], [each for each in kept if each is not None]
 
 
 def _list_updated(optimizer: Optimizer) -> list[torch.Tensor]:
