@@ -235,3 +235,33 @@ def test_a_convolution_that_is_known_to_have_no_room_runs_in_slices(
     assert room is not None and all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
     peaks = [(each.peak_bytes or 0) / budget_bytes for each in room.journal().steps]
     assert max(peaks[1:]) <= 1 < peaks[0] and room.metrics()["sliced_ops"] >= 3, peaks
+
+
+@pytest.mark.parametrize("large", [2, 5])
+def test_an_op_that_took_little_may_take_more(
+    large: int, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `repeat` takes depends on numbers, by which ops are not told apart: it may be too much once."""
+    budget_bytes, count = 48 << 20, 1 << 20
+    model = torch.nn.Linear(1, 1)
+    ledgers = use_device_ledger(monkeypatch)
+    optimizer = torch.optim.SGD(model.parameters())
+    over: list[bool] = []
+    with elbowroom.fit(model, optimizer, budget_bytes, profile=profile, mode="dynamic") as room:
+        for _ in range(2):
+            with room.step():
+                (ledger,) = ledgers
+                each, kept = torch.ones(count).requires_grad_(), []
+                small = torch.ones(1 << 10)
+                while ledger.live_bytes < budget_bytes - (8 << 20):
+                    kept.append(each.exp().sum())  # saves what may leave
+                    each = torch.ones(count).requires_grad_()
+                small.repeat(1)
+                for _ in range(3):
+                    torch.rand(1 << 8)  # lifts the limit
+                    ledger.memory.scope.reset_peak()
+                    small.repeat(large << 10)
+                    over.append(ledger.memory.scope.peak_bytes > budget_bytes)
+                del each
+                torch.stack(kept).sum().backward()
+    assert sum(over) <= 1

@@ -17,7 +17,7 @@ from torch.nn import functional
 import elbowroom
 from elbowroom.errors import Infeasible, TierError, TierFull
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.runtime.sections import Sections, find_packed_strides, list_extents
+from elbowroom.runtime.sections import Sections, find_extents, find_packed_strides
 from elbowroom.runtime.slice_choice import SliceChooser
 from elbowroom.runtime.spill_queue import SpillJob
 from elbowroom.slicing.registry import list_rules
@@ -233,13 +233,13 @@ def test_the_pieces_of_a_section(dimension: int, order: tuple[int, ...]) -> None
     whole = torch.arange(3 * 40 * 41 * 42.0).view(3, 40, 41, 42).permute(order)
     view = torch.ops.aten.slice.Tensor(whole, dimension, 1, 3)
     packed = torch.empty_strided(view.shape, find_packed_strides(view))
-    extents = list_extents(view, packed)
-    assert extents is not None and sum(each.nbytes for each in extents) == packed.nbytes
+    extents = find_extents(view, packed)
+    assert extents is not None and extents.nbytes == packed.nbytes
     source = torch.empty(0, dtype=torch.uint8).set_(whole.untyped_storage())
     target = torch.empty(0, dtype=torch.uint8).set_(packed.untyped_storage())
-    for each in extents:
-        piece = source[each.copy_offset : each.copy_offset + each.nbytes]
-        target[each.memory_offset : each.memory_offset + each.nbytes] = piece
+    for copy_offset, memory_offset in extents.list_runs():
+        piece = source[copy_offset : copy_offset + extents.run_bytes]
+        target[memory_offset : memory_offset + extents.run_bytes] = piece
     assert torch.equal(packed, view)
 
 

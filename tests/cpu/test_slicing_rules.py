@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.ir.slicing import Loop, SlicePass, iterate_slices
 from elbowroom.native import library
+from elbowroom.slicing import calls
 from elbowroom.slicing.bits import equal_bits
 from elbowroom.slicing.calls import make_results, run_slice, run_whole
-from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
+from elbowroom.slicing.exactness_store import Exactness, ExactnessStore, describe_pass
 from elbowroom.slicing.op_call import bind
-from elbowroom.slicing.probe import find_exact, is_exact, memory_in_files, probe_passes
+from elbowroom.slicing.probe import MOST_SLICES, find_exact, is_exact, memory_in_files, probe_passes
 from elbowroom.slicing.registry import find_passes, find_passes_along, list_rules
 from tests.slicing_cases import GROUPS
 
@@ -527,6 +528,43 @@ def test_answers_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     with pytest.raises(AssertionError, match="probed twice"):
         probe_passes(op, CONVOLUTION, {}, passes, 2, store=again)
+
+
+@pytest.mark.parametrize(("op", "first", "second", "are_alike"), [
+    ("addcdiv_", -0.0123, -0.0345, True),  # step sizes
+    ("addcdiv_", -0.0123, 0.0345, False),
+    ("addcdiv_", -0.0123, -0.5, False),  # a product with it needs no rounding
+    ("addcdiv_", -0.0123, -1e-30, False),
+    ("pow", 2.1, 2.2, False),  # the kernel depends on it
+])  # fmt: skip
+def test_a_number_that_differs_from_step_to_step_is_no_new_question(
+    op: str, first: float, second: float, are_alike: bool
+) -> None:
+    tensor = torch.ones(64, 64)
+
+    def describe(number: float) -> str:
+        if op == "pow":
+            call = bind(torch.ops.aten.pow.Tensor_Scalar, (tensor, number), {})
+        else:
+            call = bind(torch.ops.aten.addcdiv_.default, (tensor, tensor.clone(), tensor.clone()), {"value": number})
+        passes = find_passes(call.op, *call.order(call.values))[0]
+        return describe_pass(call, passes[0], (4,))
+
+    assert (describe(first) == describe(second)) is are_alike
+
+
+def test_a_probe_of_many_slices_compares_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def run(*args: Any) -> tuple[torch.Tensor, ...]:
+        seen.append(1)
+        return run_slice(*args)
+
+    monkeypatch.setattr(calls, "run_slice", run)
+    args = (torch.ones(50_000, 64),)
+    passes = find_passes(torch.ops.aten.sqrt.default, args, {})[0]
+    assert is_exact(torch.ops.aten.sqrt.default, args, {}, passes, lambda each: (each.loops[0].length,))
+    assert 0 < len(seen) <= 2 * MOST_SLICES  # two draws
 
 
 def test_two_processes_keep_each_others_answers(tmp_path: pathlib.Path) -> None:

@@ -15,7 +15,16 @@ from elbowroom.errors import Infeasible, TransferFailed
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.tiers.disk import SpillFile
-from tests.state_jobs import LAYERS, PARAMETER_BYTES, StateJob, fit, make_job, make_model
+from tests.state_jobs import (
+    LAYERS,
+    PARAMETER_BYTES,
+    StateJob,
+    assert_same,
+    fit,
+    list_tensors,
+    make_job,
+    make_model,
+)
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False),
@@ -122,3 +131,37 @@ def test_a_disk_that_fails_in_a_step(
                 job.step(PLANNED_AFTER)
             put_back(job, old)
     assert outcomes.count("both") > 5 and "old" in outcomes and outcomes[-1] == "new", outcomes
+
+
+@pytest.mark.parametrize("share", [1.2, 1.5, 1.9])
+def test_parameters_in_one_buffer(share: float, profile: HardwareProfile) -> None:
+    """Parameters and gradients are views of flat buffers: a group of a few needs all of these."""
+    count, width = 64, 64
+
+    def make() -> StateJob:
+        flat = torch.linspace(-1, 1, count * width)
+        gradients = torch.zeros(count * width)
+        model = torch.nn.ParameterList(torch.nn.Parameter(flat[each * width :][:width]) for each in range(count))
+        for index, parameter in enumerate(model):
+            parameter.grad = gradients[index * width :][:width]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(index: int) -> torch.Tensor:
+            values = torch.linspace(-1, index + 1, width)
+            for parameter in model:
+                (parameter * values).square().sum().backward()
+            optimizer.step()
+            for parameter in model:
+                parameter.grad.zero_()
+            return values
+
+        return StateJob(model, [optimizer], step)
+
+    plain, job = make(), make()
+    for index in range(4):
+        plain.step(index)
+    with fit(job, profile, int(share * 4 * count * width)) as room:
+        for index in range(4):
+            with room.step():
+                job.step(index)
+    assert_same(list_tensors(job), list_tensors(plain))

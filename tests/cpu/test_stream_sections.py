@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from elbowroom.runtime.copies import Copy, Extent
+from elbowroom.runtime.copies import Copy, Extents
 from elbowroom.runtime.stream_transfers import StreamTransfers
 from elbowroom.tiers.pinned import HostSlabs
 from tests.fake_streams import SCHEDULES, FakeStreams, ForgetfulStreams
@@ -20,14 +20,14 @@ def write(streams: FakeStreams, transfers: StreamTransfers, copy: Copy, place: i
     """Compute a section, write it, and let go of its memory once compute waits for the transfer."""
     section = streams.allocate(SIZE)
     streams.write(section, number)
-    finish = transfers.move_section(copy, section, [Extent(place * SIZE, 0, SIZE)], is_out=True)
+    finish = transfers.move_section(copy, section, Extents(place * SIZE, 0, SIZE), is_out=True)
     streams.pause()
     finish()
 
 
 def read(streams: FakeStreams, transfers: StreamTransfers, copy: Copy, place: int) -> torch.UntypedStorage:
     section = streams.allocate(SIZE)
-    halves = [Extent(place * SIZE, 0, SIZE // 2), Extent(place * SIZE + SIZE // 2, SIZE // 2, SIZE - SIZE // 2)]
+    halves = Extents(place * SIZE, 0, SIZE // 2, ((2, SIZE // 2, SIZE // 2),))
     finish = transfers.move_section(copy, section, halves, is_out=False)
     streams.pause()
     finish()

@@ -20,6 +20,7 @@ from elbowroom.runtime.paged_storages import PagedStorages
 from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.stretch import SlicedStretch
 from tests.cpu.test_sliced_attacks import BUDGET, fit_anything, make_random
+from tests.fake_card import use_fake_card
 from tests.state_jobs import get_pager
 
 Program = Callable[[], tuple[torch.Tensor, ...]]
@@ -248,6 +249,35 @@ def test_a_disk_fails_while_another_thread_writes_to_an_argument(
         del made
         again = one * other
     assert_same([one, again], [expected, expected * other])
+
+
+def test_an_op_with_statistics_runs_in_slices_though_it_fitted_before(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for it until its argument, which was away, has come back."""
+    budget_bytes = 12 << 20
+
+    def norm(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.batch_norm(x, mean, variance, training=True)
+
+    one, other = make_random(512, 1), make_random(1, 2048, seed=1)
+    statistics, found_statistics = [torch.zeros(2048), torch.ones(2048)], [torch.zeros(2048), torch.ones(2048)]
+    expected = norm(one * other, *statistics)
+    use_fake_card(monkeypatch, "late")
+    with fit_anything(profile, budget_bytes) as room:
+        with room.step():  # learns what both take
+            norm(one * other, torch.zeros(2048), torch.ones(2048))
+        with room.step():
+            ballast = torch.empty(budget_bytes - (1 << 20), dtype=torch.uint8)
+            torch.mul(one, other)  # is known to need slices from now on
+            del ballast
+        with room.step():
+            made = one * other
+            ballast = torch.empty(5 << 20, dtype=torch.uint8)
+            found = norm(made, *found_statistics)
+            del ballast
+            assert torch.equal(found, expected)
+    assert_same(found_statistics, statistics)
 
 
 def divide(mask: torch.Tensor) -> torch.Tensor:

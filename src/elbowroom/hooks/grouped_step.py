@@ -128,7 +128,7 @@ class GroupedStep:
         So a tier that fails does so before anything is changed.
         """
         used = self._list_used(slices)
-        if not self._may_hold(sum(each.nbytes for each in used)) and not self._may_hold(_count_storages(used)):
+        if not self._may_hold(_count_storages(used)):
             used = []
         begin_update(used)  # as an op, so that plans bring it back, and keep it
         held = self._hold(used)

@@ -3,6 +3,7 @@
 
 namespace elbowroom {
 void bind_arena(pybind11::module_& module);
+void bind_files(pybind11::module_& module);
 void bind_ledger(pybind11::module_& module);
 void bind_state(pybind11::module_& module);
 void bind_steps(pybind11::module_& module);
@@ -13,6 +14,7 @@ void bind_streams(pybind11::module_& module);
 PYBIND11_MODULE(_native, module) {
   module.doc() = "Elbowroom's C++ extension: a counting CPU allocator, and watching of ops and saved tensors.";
   elbowroom::bind_arena(module);
+  elbowroom::bind_files(module);
   elbowroom::bind_ledger(module);
   elbowroom::bind_state(module);
   elbowroom::bind_steps(module);

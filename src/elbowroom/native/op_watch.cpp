@@ -17,9 +17,6 @@ namespace elbowroom {
 
 namespace {
 
-// By so much an op may take more than it did before. If an op takes even more, the next one makes room.
-constexpr int64_t VARIATION_BYTES = int64_t{2} << 20;
-
 // The name of an op without what says that it writes in place: autograd adds gradients in place where nobody else holds
 // them, which may be one step and not the other.
 std::string out_of_place(std::string name) {
@@ -116,7 +113,8 @@ void OpWatch::restore_limit() {
 bool OpWatch::is_known_to_fit(const OpKind& kind, const c10::IValue* arguments, size_t count) const {
   if (!limits_device()) return false;
   const std::optional<Growth> growth = find_growth(kind.name, measure_boxed(arguments, count));
-  return growth && growth->is_whole && count_device_bytes(device_).live + growth->nbytes <= limit_bytes;
+  if (!growth || !growth->is_whole) return false;
+  return count_device_bytes(device_).live + count_away_bytes(arguments, count) + growth->nbytes <= limit_bytes;
 }
 
 void OpWatch::run_within_limit(
@@ -130,12 +128,11 @@ void OpWatch::run_within_limit(
     callbacks_.prepare_room(name, growth.nbytes, growth.is_whole && is_sliceable);
     before = count_device_bytes(device_);
   }
-  const bool has_plenty = growth.is_whole && before.live + 2 * growth.nbytes + VARIATION_BYTES <= limit_bytes;
   const Unrefused unrefused(*this, is_repeated, growth.is_whole);
   next();
-  if (has_plenty) return;  // counting takes longer than some ops
   const DeviceBytes after = count_device_bytes(device_);
-  note_growth(name, sizes, before, after);
+  const int64_t taken = (after.peak > before.peak ? after.peak : after.live) - before.live;
+  if (!growth.is_whole || taken > growth.nbytes) note_growth(name, sizes, before, after);
   if (after.live > limit_bytes) callbacks_.keep_budget(name);
 }
 

@@ -67,7 +67,7 @@ class SavedTensors::Hooks final : public torch::autograd::SavedVariableHooks {
   at::Tensor call_unpack_hook() override {
     const at::Tensor found = step_->need(save_);
     if (!close_) return found;
-    check_version(found, found.sizes(), counter_.current_version(), version_);
+    check_version(found, counter_.current_version(), version_);
     return close_(found);
   }
 
@@ -138,7 +138,7 @@ at::Tensor SavedTensors::need(const SavePtr& save) {
     const std::lock_guard<std::mutex> guard(mutex_);
     index = needs_++;
     if (save->tensor.defined()) {
-      check_version(save->tensor, save->tensor.sizes(), save->tensor._version(), save->version);
+      check_version(save->tensor, save->tensor._version(), save->version);
       kept = save->tensor;
       if (is_logging_ && log_need(index, *save)) return kept;
     }

@@ -2,8 +2,10 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/util/Exception.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 
 #include <utility>
 
@@ -11,18 +13,20 @@
 
 namespace elbowroom {
 
-void check_version(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t version, int64_t expected) {
+void check_version(
+    const at::Tensor& tensor, int64_t version, int64_t expected, std::optional<at::IntArrayRef> sizes) {
+  // Sizes are asked for in the error alone: some tensors compute them in Python.
   TORCH_CHECK(
       version == expected, "one of the variables needed for gradient computation has been modified by an inplace "
-      "operation: a ", tensor.dtype(), " tensor of shape ", sizes, " is at version ", version, "; expected version ",
-      expected, " instead");
+      "operation: a torch.", torch::getTHPDtype(tensor.scalar_type())->name, " tensor of shape ",
+      sizes ? *sizes : tensor.sizes(), " is at version ", version, "; expected version ", expected, " instead");
 }
 
 SavedView::SavedView(const at::Tensor& tensor) : tensor_(tensor.tensor_data()) {}
 
 void SavedView::check_version(int64_t expected) const {
-  const at::IntArrayRef sizes = is_released_ ? at::IntArrayRef(sizes_) : tensor_.sizes();
-  elbowroom::check_version(tensor_, sizes, tensor_._version(), expected);
+  const auto sizes = is_released_ ? std::optional<at::IntArrayRef>(sizes_) : std::nullopt;
+  elbowroom::check_version(tensor_, tensor_._version(), expected, sizes);
 }
 
 void SavedView::release() {

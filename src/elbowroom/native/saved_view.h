@@ -6,11 +6,14 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace elbowroom {
 
 // Throws PyTorch's error if a tensor that was saved was modified in place since. With hooks, PyTorch does not check it.
-void check_version(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t version, int64_t expected);
+// `sizes`: of the tensor, if they are no longer its own.
+void check_version(
+    const at::Tensor& tensor, int64_t version, int64_t expected, std::optional<at::IntArrayRef> sizes = std::nullopt);
 
 class SavedView {
  public:

@@ -361,6 +361,23 @@ StateUse::StateUse(const StateStoragePtr& storage, bool is_written) {
   begin(Kind::OTHER);
 }
 
+int64_t count_away_bytes(const c10::IValue* arguments, size_t count) {
+  if (!StateTable::is_any_managed()) return 0;
+  c10::SmallVector<const c10::StorageImpl*, 8> used;
+  for (size_t i = 0; i < count; ++i) {
+    visit_tensors(arguments[i], [&](const at::Tensor& tensor) { used.push_back(find_storage(tensor)); });
+  }
+  std::sort(used.begin(), used.end());
+  used.erase(std::unique(used.begin(), used.end()), used.end());
+  int64_t nbytes = 0;
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  for (const c10::StorageImpl* each : used) {
+    const auto found = state_records().find(each);
+    if (found != state_records().end() && found->second->is_away) nbytes += found->second->nbytes;
+  }
+  return nbytes;
+}
+
 UsesElsewhere count_uses_elsewhere() {
   const std::lock_guard<std::mutex> guard(state_mutex());
   const Ops& ops = state_ops();

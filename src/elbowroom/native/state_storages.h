@@ -158,6 +158,9 @@ class StateUse {
   c10::SmallVector<std::shared_ptr<StateTable>, 1> waiting_;  // tables whose ops that wait have to run first
 };
 
+// The bytes of what an op would have brought back.
+int64_t count_away_bytes(const c10::IValue* arguments, size_t count);
+
 // Uses by other threads than the calling one: all so far, and those that have not ended.
 struct UsesElsewhere {
   int64_t begun, running;

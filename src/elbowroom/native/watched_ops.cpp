@@ -192,18 +192,21 @@ void run_by_watchers(
   run_by(watchers, is_watched ? count - thread.busy : 0, op, keys, stack, kernel);
 }
 
-// Runs an op as a whole. `has_begun`: set where its arguments are in memory.
+// Runs an op as a whole. `has_begun`: set where it may have written.
 void run_whole(
     const c10::OperatorHandle& op, const OpKind* kind, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& has_begun) {
   Thread& thread = get_thread();
-  const auto kernel = [&] { run_kernel(op, keys, stack); };
+  const auto kernel = [&] {
+    has_begun = true;
+    run_kernel(op, keys, stack);
+  };
   const size_t count = op.hasSchema() ? op.schema().arguments().size() : 0;
   const c10::IValue* const arguments = stack->data() + (stack->size() - count);
   if (kind == nullptr || !kind->uses_memory) {
-    has_begun = true;
     run_by_watchers(op, keys, stack, kernel);
   } else if (const std::vector<size_t> ends = find_parts(*kind, arguments, count, StateTable::get_most_bytes()); !ends.empty()) {
     const auto run_part = [&](torch::jit::Stack& part) {
+      has_begun = true;
       const StateUse use(*kind, part.data(), count);
       run_kernel(op, keys, &part);
     };
@@ -212,7 +215,6 @@ void run_whole(
     std::optional<Running> restoring(std::in_place, kind->name, thread);  // for the message, if there is no room
     const StateUse use(*kind, arguments, count);
     restoring.reset();
-    has_begun = true;
     run_by_watchers(op, keys, stack, kernel);
   }
   // What the op has used is free to leave by now.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -15,18 +17,35 @@ class Copy(Protocol):
     nbytes: int
 
 
-class Extent(NamedTuple):
-    """Bytes of a storage's copy, and where they are in the memory of a section.
+class Extents(NamedTuple):
+    """Bytes of a storage's copy, and where they are in the memory of a section: runs at equal distances.
 
     Attributes:
-        copy_offset: in the copy, and so in the storage.
-        memory_offset: in the section's own storage.
-        nbytes: as many in both.
+        copy_offset: of the first run in the copy, and so in the storage.
+        memory_offset: of the first run in the section's own storage.
+        run_bytes: bytes of each run.
+        dimensions: number of runs along each dimension, the outermost first, and their distances in the copy and in
+            memory.
     """
 
     copy_offset: int
     memory_offset: int
-    nbytes: int
+    run_bytes: int
+    dimensions: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs."""
+        return self.run_bytes * math.prod(count for count, _, _ in self.dimensions)
+
+    def list_runs(self) -> Iterator[tuple[int, int]]:
+        """Yield the offsets of each run in the copy and in memory."""
+        for place in itertools.product(*(range(count) for count, _, _ in self.dimensions)):
+            copy_offset, memory_offset = self.copy_offset, self.memory_offset
+            for index, (_, copy_stride, memory_stride) in zip(place, self.dimensions, strict=True):
+                copy_offset += index * copy_stride
+                memory_offset += index * memory_stride
+            yield copy_offset, memory_offset
 
 
 class Record(weakref.ref[Any]):

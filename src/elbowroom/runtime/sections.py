@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from elbowroom.errors import TierFull
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.native import library
-from elbowroom.runtime.copies import Copy, Extent
+from elbowroom.runtime.copies import Copy, Extents
 from elbowroom.runtime.paged_storages import PagedStorages
 from elbowroom.runtime.transfers import Finish, Transfers
 
@@ -24,8 +23,8 @@ class Section(NamedTuple):
     finish: Finish
 
 
-def list_extents(view: torch.Tensor, packed: torch.Tensor) -> list[Extent] | None:
-    """Return the pieces of a view that are contiguous both in its storage and in a packed copy of it.
+def find_extents(view: torch.Tensor, packed: torch.Tensor) -> Extents | None:
+    """Return the runs of a view that are contiguous both in its storage and in a packed copy of it.
 
     Args:
         packed: of the view's shape, without gaps, its dimensions in the same order in memory.
@@ -34,7 +33,7 @@ def list_extents(view: torch.Tensor, packed: torch.Tensor) -> list[Extent] | Non
         None if the view's elements overlap.
     """
     if not view.numel():
-        return []
+        return Extents(0, 0, 0)
     dimensions = sorted((stride, size, packed.stride(index)) for index, (size, stride) in
                         enumerate(zip(view.shape, view.stride(), strict=True)) if size > 1)  # fmt: skip
     run, count = 1, 0
@@ -47,13 +46,9 @@ def list_extents(view: torch.Tensor, packed: torch.Tensor) -> list[Extent] | Non
     if any(stride < run for stride, _, _ in outer):
         return None
     itemsize = view.element_size()
-    begin, memory_begin = view.storage_offset(), packed.storage_offset()
-    extents = []
-    for place in itertools.product(*(range(size) for _, size, _ in outer)):
-        offset = begin + sum(index * stride for index, (stride, _, _) in zip(place, outer, strict=True))
-        memory = memory_begin + sum(index * stride for index, (_, _, stride) in zip(place, outer, strict=True))
-        extents.append(Extent(int(offset * itemsize), int(memory * itemsize), int(run * itemsize)))
-    return extents
+    begin, memory_begin = int(view.storage_offset()), int(packed.storage_offset())
+    distances = ((size, int(stride) * itemsize, int(packed) * itemsize) for stride, size, packed in reversed(outer))
+    return Extents(begin * itemsize, memory_begin * itemsize, int(run) * itemsize, tuple(distances))
 
 
 def find_packed_strides(view: torch.Tensor) -> tuple[int, ...]:
@@ -184,7 +179,7 @@ class Sections:
             TierError, Infeasible: as for `Transfers.move_section`, or there is no room on the device.
         """
         section = torch.empty_strided(view.shape, find_packed_strides(view), dtype=view.dtype, device=view.device)
-        extents = list_extents(view, section)
+        extents = find_extents(view, section)
         copy = self._find_copy(view)
         if extents is None or copy is None:
             return None
@@ -202,7 +197,7 @@ class Sections:
         if contents.stride() != strides:
             packed = torch.empty_strided(view.shape, strides, dtype=contents.dtype, device=contents.device)
             contents = packed.copy_(contents)
-        extents = list_extents(view, contents)
+        extents = find_extents(view, contents)
         copy = copy or self._find_copy(view)
         if extents is None or copy is None:
             return None

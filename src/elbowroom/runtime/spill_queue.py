@@ -13,14 +13,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 
 from elbowroom.errors import TransferFailed
 from elbowroom.hooks.storage_ids import get_address
 from elbowroom.ir.placement import Placement
-from elbowroom.runtime.copies import Extent, Record, Records
+from elbowroom.runtime.copies import Extents, Record, Records
 from elbowroom.tiers.disk import SpillFile
 
 CHECK_SECONDS = 1.0
@@ -72,13 +71,13 @@ class SpillJob:
         "subject",
     )  # fmt: skip
 
-    def __init__(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage, extents: Sequence[Extent]) -> None:
+    def __init__(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage, extents: Extents) -> None:
         self._copy: SpillCopy | None = copy
         self._storage: torch.UntypedStorage | None = storage
         self.is_out = is_out
         self._extents = extents
         self.queue = copy.queue
-        self.nbytes = sum(each.nbytes for each in extents)
+        self.nbytes = extents.nbytes
         self.error: BaseException | None = None
         self.begin = self.end = 0.0
         self.subject = -1
@@ -92,8 +91,9 @@ class SpillJob:
         self.begin = time.perf_counter()
         try:
             move, address = spill.write if self.is_out else spill.read, get_address(storage)
-            for each in self._extents:
-                move(copy.offset + each.copy_offset, address + each.memory_offset, each.nbytes)
+            extents = self._extents
+            offset, address = copy.offset + extents.copy_offset, address + extents.memory_offset
+            move(offset, address, extents.run_bytes, extents.dimensions)
         except BaseException as error:
             self._note(error)
         finally:
@@ -113,7 +113,6 @@ class SpillJob:
 
     def _finish(self) -> None:
         self._copy = self._storage = None  # before a waiter expects them to be free
-        self._extents = ()
         self.end = time.perf_counter()
         self.is_done = True
         self.ended.release()
@@ -170,9 +169,7 @@ class SpillQueue:
             copy.record, copy.offset = record, record.block
         return copy
 
-    def submit(
-        self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage, extents: Sequence[Extent]
-    ) -> SpillJob:
+    def submit(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage, extents: Extents) -> SpillJob:
         """Begin a transfer of parts of a copy.
 
         Raises:

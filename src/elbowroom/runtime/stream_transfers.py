@@ -16,14 +16,14 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from elbowroom.cost.transfers import STAGING_BYTES, count_piece_bytes
 from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
 from elbowroom.ir.placement import CopySlot, Placement
-from elbowroom.runtime.copies import Copy, Extent, Record, Records
+from elbowroom.runtime.copies import Copy, Extents, Record, Records
 from elbowroom.runtime.staging import Staging
 from elbowroom.runtime.stream_copies import StreamCopy
 from elbowroom.runtime.streams import Streams
@@ -161,16 +161,14 @@ class StreamTransfers:
             copy.block = copy.record.block
         return copy
 
-    def move_section(
-        self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent], *, is_out: bool
-    ) -> Finish:
+    def move_section(self, copy: Copy, section: torch.UntypedStorage, extents: Extents, *, is_out: bool) -> Finish:
         assert isinstance(copy, StreamCopy)
         check_process(self._pid, copy.nbytes)
         if copy.block is None:
             raise TransferFailed(
                 f"a copy of {copy.nbytes} bytes is in the spill file, of which no sections are read; raise host_bytes="
             )
-        nbytes = sum(each.nbytes for each in extents)
+        nbytes = extents.nbytes
         if is_out:
             self.offloaded_bytes += nbytes
         else:
@@ -181,12 +179,12 @@ class StreamTransfers:
             self._in_flight.forget_ended()
             after = [self._streams.record_compute(), *self._in_flight.list_users(copy.block)]
             with self._in_flight.beginning(part, section):
-                for each in extents:
-                    host = copy.block.cut(each.copy_offset, each.nbytes)
+                for copy_offset, memory_offset in extents.list_runs():
+                    host = copy.block.cut(copy_offset, extents.run_bytes)
                     if is_out:
-                        part.last = self._streams.copy_out(section, host, after, each.memory_offset)
+                        part.last = self._streams.copy_out(section, host, after, memory_offset)
                     else:
-                        part.last = self._streams.copy_in(host, section, after, each.memory_offset)
+                        part.last = self._streams.copy_in(host, section, after, memory_offset)
             copy.last = part.last
 
         def finish() -> None:

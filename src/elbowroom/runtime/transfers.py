@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from elbowroom.errors import InternalError, TransferFailed
 from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.ir.timeline import Activity, Lane
-from elbowroom.runtime.copies import Copy, Extent
+from elbowroom.runtime.copies import Copy, Extents
 from elbowroom.runtime.spill_queue import SpillCopy, SpillJob, SpillQueue
 from elbowroom.tiers.disk import SpillFile
 
@@ -81,9 +81,7 @@ class Transfers(Protocol):
         """
         ...
 
-    def move_section(
-        self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent], *, is_out: bool
-    ) -> Finish:
+    def move_section(self, copy: Copy, section: torch.UntypedStorage, extents: Extents, *, is_out: bool) -> Finish:
         """Begin to write a section into a copy, or to read it after all that was written before.
 
         `section` is kept alive until the transfer is over.
@@ -192,12 +190,10 @@ class ThreadTransfers:
     def make_copy(self, nbytes: int) -> SpillCopy:
         return self._queue.make_copy(nbytes, None)
 
-    def move_section(
-        self, copy: Copy, section: torch.UntypedStorage, extents: Sequence[Extent], *, is_out: bool
-    ) -> Finish:
+    def move_section(self, copy: Copy, section: torch.UntypedStorage, extents: Extents, *, is_out: bool) -> Finish:
         assert isinstance(copy, SpillCopy)
         check_process(copy.queue.pid, copy.nbytes)
-        nbytes = sum(each.nbytes for each in extents)
+        nbytes = extents.nbytes
         if is_out:
             self.offloaded_bytes += nbytes
         else:
@@ -212,7 +208,7 @@ class ThreadTransfers:
         return finish
 
     def _submit(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage) -> None:
-        self._jobs.append(copy.queue.submit(copy, is_out, storage, (Extent(0, 0, copy.nbytes),)))
+        self._jobs.append(copy.queue.submit(copy, is_out, storage, Extents(0, 0, copy.nbytes)))
 
     def finish(self, copy: Copy) -> None:
         assert isinstance(copy, SpillCopy)

@@ -182,7 +182,7 @@ class WaitingOps:
             ops = ", ".join(str(op.call.op) for op in stretch.ops)
             raise TierError(
                 f"the results of {ops} are lost: they were to be computed before an op of another thread overwrote the "
-                f"arguments, which failed: {why}"
+                f"arguments, which failed: {why}. Delete what refers to these results, and run the step again."
             )
         refusal: Exception
         self._begin_again()

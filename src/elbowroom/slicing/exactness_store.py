@@ -20,6 +20,7 @@ import torch
 from elbowroom._folders import check_private, find_cache, make_cache
 from elbowroom.errors import UsageError
 from elbowroom.ir.slicing import SlicePass
+from elbowroom.slicing.numbers import describe_number
 from elbowroom.slicing.op_call import OpCall
 
 MOST_BYTES = 1 << 24
@@ -95,17 +96,19 @@ class ExactnessStore:
 
 def describe_pass(call: OpCall, slice_pass: SlicePass, parts: Sequence[int]) -> str:
     """Return the key of a probe: a digest of all that decides which kernels run, on what shapes."""
-    values = {name: _describe_value(value) for name, value in call.values.items()}
+    values = {name: _describe_value(call, value) for name, value in call.values.items()}
     facts = [_describe_machine(), _describe_device(call.reads[0].device), _describe_settings(), str(call.op)]
     text = json.dumps([*facts, values, repr(slice_pass), list(parts)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _describe_value(value: Any) -> Any:
+def _describe_value(call: OpCall, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), str(value.device.type), list(map(int, value.shape)), list(map(int, value.stride()))]
     if isinstance(value, (list, tuple)):
-        return [_describe_value(each) for each in value]
+        return [_describe_value(call, each) for each in value]
+    if isinstance(value, float):
+        return describe_number(call, value)
     return value if value is None or isinstance(value, (bool, int, str)) else repr(value)
 
 

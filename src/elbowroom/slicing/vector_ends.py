@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from elbowroom.slicing.bits import find_differing
+from elbowroom.slicing.numbers import describe_number
 from elbowroom.slicing.op_call import OpCall, find_target
 from elbowroom.slicing.random_data import Values, count_elements, fill
 from elbowroom.slicing.rules import pointwise, softmax
@@ -49,7 +50,11 @@ def find_telling(call: OpCall) -> list[torch.Tensor] | None:
         return None
     whole = torch.broadcast_shapes(*(each.shape for each in call.reads))
     varies = [each.shape == whole for each in call.reads]
-    numbers = {name: value for name, value in call.values.items() if name not in call.names}
+    numbers = {
+        name: describe_number(call, value) if isinstance(value, float) else value
+        for name, value in call.values.items()
+        if name not in call.names
+    }
     key = repr((str(call.op), [str(each.dtype) for each in call.reads], varies, numbers))
     if key not in _found:
         with torch.no_grad(), torch._C._DisableAutocast():

@@ -7,13 +7,16 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from elbowroom._folders import find_temporary
 from elbowroom.errors import TierFull, TransferFailed, UsageError
 from elbowroom.layout.free_list import ALIGNMENT_BYTES, FreeList
+from elbowroom.native import library
 
 NAME = "the spill file"
+
+Dimensions = Sequence[tuple[int, int, int]]
 
 logger = logging.getLogger(__name__)
 
@@ -126,23 +129,36 @@ class SpillFile:
             else:
                 self.file_bytes = least
 
-    def write(self, offset: int, address: int, nbytes: int) -> None:
+    def write(self, offset: int, address: int, nbytes: int, dimensions: Dimensions = ()) -> None:
         """Copy bytes from memory into a block. Releases the GIL meanwhile.
+
+        Args:
+            dimensions: of runs of `nbytes` each: how many there are along it, and their distances in the block and in
+                memory; the outermost first. What lies between close runs is read and written again.
 
         Raises:
             OSError: the write failed.
         """
+        if dimensions:
+            library.load().write_runs(self._file.fileno(), offset, address, nbytes, dimensions)
+            return
         done = 0
         memory = memoryview((ctypes.c_char * nbytes).from_address(address))
         while done < nbytes:
             done += os.pwrite(self._file.fileno(), memory[done:], offset + done)
 
-    def read(self, offset: int, address: int, nbytes: int) -> None:
+    def read(self, offset: int, address: int, nbytes: int, dimensions: Dimensions = ()) -> None:
         """Copy a block's bytes into memory. Releases the GIL meanwhile.
+
+        Args:
+            dimensions: as for `write`.
 
         Raises:
             OSError: the read failed.
         """
+        if dimensions:
+            library.load().read_runs(self._file.fileno(), offset, address, nbytes, dimensions)
+            return
         done = 0
         memory = memoryview((ctypes.c_char * nbytes).from_address(address))
         while done < nbytes:
