@@ -55,7 +55,7 @@ def test_a_file_that_is_too_short_is_an_error(distance: int, tmp_path: pathlib.P
     spill = SpillFile(tmp_path)
     spill.reserve(distance)
     memory = torch.zeros(16, dtype=torch.uint8)
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match=r"Input/output") as caught:
         spill.read(0, memory.data_ptr(), 4, ((3, distance, 4),))
     assert caught.value.errno == errno.EIO
     spill.close()
