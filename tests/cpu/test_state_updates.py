@@ -7,6 +7,7 @@ import errno
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from elbowroom.errors import Infeasible, TransferFailed
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.slicing import probe
 from elbowroom.tiers.disk import SpillFile
 from tests.state_jobs import (
     LAYERS,
@@ -131,6 +133,29 @@ def test_a_disk_that_fails_in_a_step(
                 job.step(PLANNED_AFTER)
             put_back(job, old)
     assert outcomes.count("both") > 5 and "old" in outcomes and outcomes[-1] == "new", outcomes
+
+
+def test_steps_that_run_in_slices_say_so(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
+    """No plan fits: each dynamic step has the reason, and bias corrections are no new questions to the probe."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(5000, 64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    job = StateJob(model, [optimizer], lambda index: torch.empty(0))
+    probed: list[int] = []
+    seen: list[str] = []
+    with (
+        fit(job, profile, 7 * 5000 * 64, mode="auto") as room,
+        mock.patch.object(probe, "_probe", wraps=probe._probe) as counted,
+    ):
+        for _ in range(8):
+            with room.step():
+                model(torch.arange(32)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            probed.append(counted.call_count)
+        seen = [each.note for each in room.journal().steps if each.mode is Mode.DYNAMIC]
+    assert len(seen) > 1 and set(seen) == {"no plan fits the budget, so ops run in slices if need be"}
+    assert probed[-1] == probed[3]
 
 
 @pytest.mark.parametrize("share", [1.2, 1.5, 1.9])
