@@ -10,9 +10,14 @@ MOST_STEPS_AWAITED = 256
 
 
 class CaptureSchedule:
-    """Decides which steps are captured. All steps are counted from 0."""
+    """Decides which steps are captured. All steps are counted from 0.
+
+    Attributes:
+        reason: why steps run without a plan, as far as that is known.
+    """
 
     def __init__(self) -> None:
+        self.reason = "it is not known what these steps do"
         self._futile = 0
         self._next = 0
         self._has_recurred = False

@@ -78,7 +78,6 @@ class StepModes:
         self._sliced_ops = sliced_ops
         self.agreed = agreed
         self._captures = 0
-        self._unplanned = "it is not known what these steps do"  # why steps run without a plan
         self._schedule = CaptureSchedule()
         self._plain_check = PlainStepCheck(cache, ledger, metering, always_watch=job.config.always_watch)
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
@@ -130,7 +129,7 @@ class StepModes:
         if self._schedule.is_due(self._metering.steps, knows_some=entry is not None):
             return self._run_capture()
         if entry is None:
-            return self._run_dynamic(self._unplanned)
+            return self._run_dynamic(self._schedule.reason)
         if entry.planned.is_plain and self._plain_check.fits(entry):
             return self._run_plain(entry)
         return self._run_planned(entry)
@@ -206,7 +205,7 @@ class StepModes:
         note = "" if runner.state.saved_tensors.needs else _explain_no_needs()
         record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, note)
         if note:
-            self._unplanned = note
+            self._schedule.reason = note
             self._put_off_capture(note)
         else:
             self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
@@ -310,7 +309,7 @@ class StepModes:
                 or self._cache.entries
                 or self._cache.fits_without_plan(trace, trace_digest, measurements)
             ):
-                self._unplanned = NO_PLAN
+                self._schedule.reason = NO_PLAN
                 return f"steps like this one run without a plan, in slices if need be. No plan fits: {error}"
             raise
         return ""
@@ -364,7 +363,7 @@ class StepModes:
                 self._cache.replan(entry, measured)
             except Infeasible as error:  # it ran within the budget, and so may the next one
                 self._cache.remove(entry)
-                self._unplanned = NO_PLAN
+                self._schedule.reason = NO_PLAN
                 self._put_off_capture(
                     f"steps like this one run without a plan, in slices if need be. No plan fits: {error}"
                 )
