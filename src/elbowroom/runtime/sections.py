@@ -47,7 +47,7 @@ def find_extents(view: torch.Tensor, packed: torch.Tensor) -> Extents | None:
         return None
     itemsize = view.element_size()
     begin, memory_begin = int(view.storage_offset()), int(packed.storage_offset())
-    distances = ((size, int(stride) * itemsize, int(packed) * itemsize) for stride, size, packed in reversed(outer))
+    distances = ((size, int(stride) * itemsize, int(within) * itemsize) for stride, size, within in reversed(outer))
     return Extents(begin * itemsize, memory_begin * itemsize, int(run) * itemsize, tuple(distances))
 
 

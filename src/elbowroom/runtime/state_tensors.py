@@ -33,16 +33,17 @@ class StateTensors:
 
         Args:
             kept: parameters, buffers and optimizer state.
-            name_residents: returns these and the gradients with their roles and labels. Called if `kept` has changed.
+            name_residents: returns these and the gradients with their roles and labels. Called if tensors were
+                replaced.
         """
-        if len(kept) != len(self._kept) or any(
-            known() is not each for known, each in zip(self._kept, kept, strict=True)
-        ):
-            found = _match(self._trace, name_residents())
-            self._kept = [weakref.ref(each) for each in kept]
-            self._found = {storage: weakref.ref(tensor) for storage, tensor in found.items()}
-            return found
-        return {storage: tensor for storage, known in self._found.items() if (tensor := known()) is not None}
+        if len(kept) == len(self._kept) and all(known() is each for known, each in zip(self._kept, kept, strict=True)):
+            found = {storage: tensor for storage, known in self._found.items() if (tensor := known()) is not None}
+            if len(found) == len(self._found):  # a wrapper may have got other inner tensors
+                return found
+        found = _match(self._trace, name_residents())
+        self._kept = [weakref.ref(each) for each in kept]
+        self._found = {storage: weakref.ref(tensor) for storage, tensor in found.items()}
+        return found
 
 
 def _match(trace: Trace, residents: Iterable[NamedTensor]) -> dict[int, torch.Tensor]:
