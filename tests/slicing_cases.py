@@ -207,6 +207,11 @@ def list_pointwise(random: Random) -> Iterator[Call]:
                 elif packet.startswith("bitwise"):
                     value = (value * 10).int()
                 tensors += 1
+            elif kind == "List[Tensor]":
+                value = [random(*((6, 1) if tensors == 1 else (6, 5)))]
+                tensors += 1
+            elif kind == "List[number]":
+                value = [0.5]
             elif each.has_default_value() or kind.startswith("Optional"):
                 value = each.default_value
             else:
@@ -218,6 +223,27 @@ def list_pointwise(random: Random) -> Iterator[Call]:
         yield op, tuple(args), kwargs
 
 
+def list_optimizers(random: Random) -> Iterator[Call]:
+    """Yield fused steps of one parameter."""
+    for sizes in ((70, 33), (7,), (6, 4, 32)):
+        param, grad, average, square, largest = (random(*sizes) for _ in range(5))
+        state = ([param], [grad], [average], [square.square()])
+        numbers: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-6, "maximize": False}
+        step = [torch.tensor(3.0)]
+        scaling = {"grad_scale": torch.tensor(3.0), "found_inf": torch.tensor(0.0)}
+        for op in (aten._fused_adam_, aten._fused_adamw_):
+            yield op.default, (*state, [], step), {**numbers, "lr": 0.01, "amsgrad": False}
+            yield op.default, (*state, [largest.square()], step), {**numbers, "lr": 0.01, "amsgrad": True, **scaling}
+            yield op.tensor_lr, (*state, [], step), {**numbers, "lr": torch.tensor(0.01), "amsgrad": False}
+        numbers = {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.1, "nesterov": True, "maximize": False}
+        sgd = aten._fused_sgd_
+        if param.element_size() > 2:  # with 16 bits, PyTorch's kernel gives other momenta at each call (2.13)
+            yield sgd.default, ([param], [grad], [average]), {**numbers, "lr": 0.01, "is_first_step": False, **scaling}
+        yield sgd.default, ([param], [grad], [average]), {**numbers, "lr": 0.01, "is_first_step": True}
+        numbers |= {"momentum": 0.0, "nesterov": False, "lr": torch.tensor(0.01), "is_first_step": False}
+        yield sgd.tensor_lr, ([param], [grad], []), numbers
+
+
 GROUPS = {
     "convolutions": list_convolutions,
     "pools": list_pools,
@@ -227,6 +253,7 @@ GROUPS = {
     "losses": list_losses,
     "interpolations": list_interpolations,
     "pointwise": list_pointwise,
+    "optimizers": list_optimizers,
     "others": list_others,
 }
 

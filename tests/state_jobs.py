@@ -66,8 +66,8 @@ def make_job(make_optimizer: Callable[[Any], Optimizer], model: nn.Module | None
     return StateJob(model, [optimizer], step)
 
 
-def adamw(parameters: Any) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
+def adamw(parameters: Any, **options: bool) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
 def list_tensors(job: StateJob) -> dict[str, torch.Tensor]:

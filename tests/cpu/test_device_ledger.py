@@ -14,9 +14,11 @@ from elbowroom.ir.journal import Mode
 from elbowroom.ops.op_info import describe_op
 from elbowroom.planner.problem import pose
 from elbowroom.room import Room
+from tests.cpu.test_sliced_ops import JOBS
 from tests.device_ledger import WHOLE_BYTES, use_device_ledger
 from tests.fake_card import use_fake_card
 from tests.models import MODELS
+from tests.state_jobs import fit, list_tensors, run_plain
 
 NO_LIMIT_BYTES = 1 << 50
 STEPS = 6
@@ -265,3 +267,25 @@ def test_an_op_that_took_little_may_take_more(
                 del each
                 torch.stack(kept).sum().backward()
     assert sum(over) <= 1
+
+
+@pytest.mark.parametrize("mode", ["auto", "dynamic"])
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_an_optimizer_updates_a_large_parameter_in_slices(
+    kind: str, mode: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter, its gradient and its averages do not fit together."""
+    make, budget_bytes = JOBS[f"weights, {kind} AdamW"]
+    plain = run_plain(make, STEPS)
+    use_fake_card(monkeypatch, "late")
+    job = make()
+    with fit(job, profile, budget_bytes, mode=mode) as room:
+        for index in range(STEPS):
+            with room.step():
+                job.step(index)
+        assert room.metrics()["sliced_ops"] > 0
+        records = room.journal().steps
+    found = list_tensors(job)
+    assert all(torch.equal(plain[each], tensor) for each, tensor in found.items())
+    _, *others = (each.peak_bytes or 0 for each in records)  # sizes of ops are known from the second step on
+    assert max(others) <= budget_bytes

@@ -25,6 +25,8 @@ void visit_tensors(const c10::IValue& value, const Visit& visit) {
   }
 }
 
+inline bool is_list_of_tensors(const c10::IValue& value) { return value.isTensorList() && value.toListRef().size() > 1; }
+
 // The storage of a tensor that has bytes of its own; null of others.
 inline const c10::StorageImpl* find_storage(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
@@ -37,11 +39,11 @@ inline int64_t count_tensor_bytes(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor.unsafeGetTensorImpl()->numel() * tensor.itemsize());
 }
 
-// Bytes of the tensors among an op's arguments.
 // Sizes of an op's tensor arguments.
 struct Sizes {
   int64_t nbytes = 0;
   size_t shapes = 0;  // a hash
+  bool has_list = false;  // of several tensors
 
   void add(const at::Tensor& tensor) {
     nbytes += count_tensor_bytes(tensor);
@@ -54,11 +56,13 @@ struct Sizes {
 inline Sizes measure_boxed(const c10::IValue* arguments, size_t count) {
   Sizes sizes;
   for (size_t i = 0; i < count; ++i) {
+    sizes.has_list = sizes.has_list || is_list_of_tensors(arguments[i]);
     visit_tensors(arguments[i], [&](const at::Tensor& tensor) { sizes.add(tensor); });
   }
   return sizes;
 }
 
+// Bytes of the tensors among an op's arguments.
 inline int64_t count_boxed_bytes(const c10::IValue* arguments, size_t count) {
   int64_t nbytes = 0;
   for (size_t i = 0; i < count; ++i) {

@@ -45,7 +45,8 @@ void OpWatch::call(
     before = count_device_bytes(device_);
   };
   try {
-    run_within_limit(kind.name, sizes, is_repeated, kind.is_sliceable && slicer_ != nullptr, before, [&] {
+    const bool is_sliceable = kind.is_sliceable && slicer_ != nullptr && !(kind.is_by_item && sizes.has_list);
+    run_within_limit(kind.name, sizes, is_repeated, is_sliceable, before, [&] {
       retry(kind, written, sizes, next, is_repeated ? &begin_again : nullptr, &before);
     });
   } catch (...) {

@@ -96,6 +96,12 @@ bool is_without_bytes(const c10::OperatorHandle& op, const torch::jit::Stack& st
   });
 }
 
+// Returns whether an op is given several tensors in one list.
+bool has_list(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const size_t count = op.schema().arguments().size();
+  return std::any_of(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end(), is_list_of_tensors);
+}
+
 // PyTorch turns the results of these into subclass instances, so they must not have Python objects yet.
 bool is_alias(const c10::OperatorHandle& op) {
   const std::string& name = op.operator_name().name;
@@ -368,7 +374,9 @@ void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   const OpKind* kind = nullptr;
   const bool is_known = slicing != nullptr || StateTable::is_any_managed();
   if (is_known && op.hasSchema() && !is_without_bytes(op, *stack)) kind = find_kind(op);
-  if (slicing != nullptr && kind != nullptr && kind->is_sliceable) return run_sliceable(*slicing, op, *kind, keys, stack);
+  if (slicing != nullptr && kind != nullptr && kind->is_sliceable && !(kind->is_by_item && has_list(op, *stack))) {
+    return run_sliceable(*slicing, op, *kind, keys, stack);
+  }
   if (slicing != nullptr && kind != nullptr && kind->uses_memory) run_ops_that_wait(*slicing);
   bool has_begun = false;
   run_whole(op, StateTable::is_any_managed() ? kind : nullptr, keys, stack, has_begun);

@@ -219,18 +219,24 @@ class Sections:
         except TierFull:
             return None
 
-    def end_rewriting(self, tensor: torch.Tensor, copy: Copy, *, is_whole: bool) -> None:
-        """Put a copy in the place of the tensor's present one, or give it up if it is not `is_whole`."""
+    def end_rewriting(self, rewritten: Sequence[tuple[torch.Tensor, Copy]], *, are_whole: bool) -> None:
+        """Put copies in the place of tensors' present ones, or give them up if they are not `are_whole`.
+
+        Raises:
+            TransferFailed: one of them could not be written. All are given up then.
+        """
+        given_up = [copy for _, copy in rewritten]
         try:
-            if is_whole:
-                self._transfers.finish(copy)
+            if are_whole:
+                for copy in given_up:
+                    self._transfers.finish(copy)
                 with self._storages.lock:
-                    record = self._storages.table.find(tensor.untyped_storage())
-                    former = self._storages.copies[record]
-                    self._storages.copies[record] = copy
-                copy = former
+                    records = [self._storages.table.find(tensor.untyped_storage()) for tensor, _ in rewritten]
+                    given_up = [self._storages.copies[record] for record in records]
+                    self._storages.copies.update(zip(records, (copy for _, copy in rewritten), strict=True))
         finally:
-            self._transfers.discard(copy)
+            for copy in given_up:
+                self._transfers.discard(copy)
 
     def _find_copy(self, tensor: torch.Tensor) -> Copy | None:
         record = self._storages.table.find(tensor.untyped_storage())

@@ -13,7 +13,7 @@ from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.sections import Section, Sections, find_packed_strides
 from elbowroom.slicing.bounds import is_summed, narrow_read, narrow_result, pack
 from elbowroom.slicing.calls import combine_slices, run_slice
-from elbowroom.slicing.op_call import OpCall, find_target
+from elbowroom.slicing.op_call import OpCall, find_targets
 
 PageOut = Callable[[Sequence[torch.Tensor]], bool]
 """Moves out large tensors. Returns whether any has left."""
@@ -27,21 +27,34 @@ class Results:
         tensors: in order.
         are_new: whether the op makes them; otherwise it is an in-place op.
         is_changed: whether an in-place op has begun to write where its argument is, so that it cannot begin again.
-        rewritten: the copy that an in-place op writes to, in place of its argument's; None if it writes where that is.
+        rewritten: the copies that an in-place op writes to in place of its arguments', by the index of the result.
+            Without one, it writes where the argument is.
     """
 
     tensors: list[torch.Tensor]
-    rewritten: Copy | None = None
+    rewritten: dict[int, Copy] = dataclasses.field(default_factory=dict)
     are_new: bool = True
     is_changed: bool = False
     is_finished: bool = False
 
+    @classmethod
+    def begin_rewriting(cls, sections: Sections, tensors: list[torch.Tensor]) -> Results:
+        """Return arguments as results of an in-place op, with empty copies for those that are away."""
+        results = cls(tensors, are_new=False)
+        try:
+            for index, tensor in enumerate(tensors):
+                is_away = sections.find_away(tensor) is not None
+                if is_away and (copy := sections.begin_rewriting(tensor)) is not None:
+                    results.rewritten[index] = copy
+        except BaseException:
+            results.drop(sections)
+            raise
+        return results
+
     def finish(self, sections: Sections) -> None:
-        """Put the copy that was written in the place of the former one."""
+        """Put the copies that were written in the place of the former ones."""
         self.is_finished = True
-        if self.rewritten is not None:
-            copy, self.rewritten = self.rewritten, None
-            sections.end_rewriting(self.tensors[0], copy, is_whole=True)
+        self._end_rewriting(sections, are_whole=True)
 
     def drop(self, sections: Sections) -> None:
         """Give up what was written, unless it is finished."""
@@ -49,9 +62,12 @@ class Results:
             return
         if self.are_new:
             sections.forget(self.tensors)
-        if self.rewritten is not None:
-            copy, self.rewritten = self.rewritten, None
-            sections.end_rewriting(self.tensors[0], copy, is_whole=False)
+        self._end_rewriting(sections, are_whole=False)
+
+    def _end_rewriting(self, sections: Sections, *, are_whole: bool) -> None:
+        pairs = [(self.tensors[index], copy) for index, copy in self.rewritten.items()]
+        self.rewritten = {}
+        sections.end_rewriting(pairs, are_whole=are_whole)
 
 
 def run_pass(
@@ -77,7 +93,7 @@ def run_pass(
     """
     running = _Pass(sections, call, slice_pass, results, may_halve=may_halve)
     try:
-        running.run(parts, page_out if find_target(call) is not None else None, overlaps=overlaps)
+        running.run(parts, page_out if find_targets(call) else None, overlaps=overlaps)
     finally:
         running.settle()
 
@@ -108,7 +124,7 @@ class _Pass:
         self._args, self._kwargs = call.order(call.values)
         self._pass = slice_pass
         self._results = results
-        self._target = find_target(call)
+        self._targets = find_targets(call)
         self._last: dict[int, tuple[Bounds, torch.Tensor]] = {}
         self._reading: list[torch.Tensor | Section] = []
         self._ahead: Bounds | None = None  # the slice that is being read
@@ -213,16 +229,16 @@ class _Pass:
 
     def _pack(self, view: torch.Tensor, index: int) -> torch.Tensor:
         is_packed = view.stride() == find_packed_strides(view)
-        return view if is_packed and index != self._target else pack(view)
+        return view if is_packed and index not in self._targets else pack(view)
 
     def _store(self, bounds: Bounds, found: Sequence[torch.Tensor]) -> None:
         """Store a slice's results, and wait for those of the slice before."""
-        self._results.is_changed = self._target is not None and self._results.rewritten is None
+        self._results.is_changed = len(self._results.rewritten) < len(self._targets)
         writing = []
         for index, tensor in zip(self._pass.results, found, strict=True):
             view = narrow_result(self._results.tensors[index], index, self._pass, bounds)
             if self._sections.find_away(view) is not None:
-                section = self._sections.write(view, tensor, self._results.rewritten)
+                section = self._sections.write(view, tensor, self._results.rewritten.get(index))
                 assert section is not None
                 writing.append(section)
             elif is_summed(index, self._pass) and bounds[-1][0] > 0:

@@ -36,7 +36,7 @@ from elbowroom.runtime.waiting_ops import WaitingOps
 from elbowroom.slicing.bounds import is_summed
 from elbowroom.slicing.calls import make_results
 from elbowroom.slicing.exactness_store import Exactness
-from elbowroom.slicing.op_call import OpCall, bind, find_target
+from elbowroom.slicing.op_call import OpCall, bind, find_targets
 from elbowroom.slicing.registry import list_rules
 from elbowroom.slicing.vector_ends import find_telling
 
@@ -236,9 +236,8 @@ class SlicedOps(TorchDispatchMode):
         if choice is None:
             return None
         cut = choice[0]
-        target = find_target(call)
-        given = None if target is None else Results([call.reads[target]], are_new=False)
-        results = given or self._make_results(call, cut, described)
+        targets = [call.reads[index] for index in find_targets(call)]
+        results = Results(targets, are_new=False) if targets else self._make_results(call, cut, described)
         self._waiting.add(call, choice, results.tensors)
         are_away = all(self._sections.find_away(each) is not None for each in results.tensors)
         if not are_away or cut.passes[0].is_partial or not self._waiting.may_wait(call):
@@ -358,12 +357,8 @@ class SlicedOps(TorchDispatchMode):
     def _make_results(
         self, call: OpCall, cut: Cut, described: Sequence[torch.Tensor], given: Sequence[torch.Tensor] | None = None
     ) -> Results:
-        target = find_target(call)
-        if target is not None:
-            tensor = call.reads[target]
-            is_away = self._sections.find_away(tensor) is not None
-            rewritten = self._sections.begin_rewriting(tensor) if is_away else None
-            return Results([tensor], rewritten, are_new=False)
+        if targets := find_targets(call):
+            return Results.begin_rewriting(self._sections, [call.reads[index] for index in targets])
         if given is not None:
             return Results(list(given), are_new=False)
         tensors = []

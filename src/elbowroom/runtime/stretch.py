@@ -24,7 +24,7 @@ from elbowroom.runtime.sections import Section, Sections, find_packed_strides
 from elbowroom.runtime.slice_pass import finish
 from elbowroom.slicing.bounds import narrow_read, narrow_result, pack
 from elbowroom.slicing.calls import combine_slices, run_slice
-from elbowroom.slicing.op_call import OpCall, find_target
+from elbowroom.slicing.op_call import OpCall, find_targets
 
 
 class Piece(NamedTuple):
@@ -109,8 +109,7 @@ class SlicedStretch:
             found.append(tuple(pieces))
         if self.ops and not storages.intersection(piece.storage for piece in found[0]):
             return None
-        target = find_target(call)
-        if target is not None:
+        for target in find_targets(call):
             read = dict(zip(slice_pass.reads, found[0], strict=True)).get(target)
             if read is None or read.storage not in storages:
                 return None

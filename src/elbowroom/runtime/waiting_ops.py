@@ -21,7 +21,7 @@ from elbowroom.native import library
 from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.slice_choice import Cut, SliceChooser
 from elbowroom.runtime.stretch import Reads, SlicedStretch, StretchOp
-from elbowroom.slicing.op_call import OpCall, find_target
+from elbowroom.slicing.op_call import OpCall, find_targets, is_over_lists
 from elbowroom.slicing.registry import find_passes
 
 SHARE = 0.75
@@ -31,6 +31,8 @@ one."""
 
 def may_join(call: OpCall) -> bool:
     """Tell whether an op may run together with others: it draws no random numbers and updates no statistics."""
+    if is_over_lists(call.op):
+        return False
     return not call.statistics and torch.Tag.nondeterministic_seeded not in call.op.tags
 
 
@@ -87,7 +89,7 @@ class WaitingOps:
             make_results: makes results that are away and not written yet.
         """
         (slice_pass,) = cut.passes
-        if find_target(call) is not None or not _is_simple(slice_pass) or slice_pass.is_partial:
+        if find_targets(call) or not _is_simple(slice_pass) or slice_pass.is_partial:
             return None
         if not self.may_wait(call):
             return None
@@ -234,7 +236,7 @@ class WaitingOps:
         """Forget what was written before an error, if there was one."""
         assert self._stretch is not None
         if self._has_begun:
-            made = [each for op in self._stretch.ops if find_target(op.call) is None for each in op.results]
+            made = [each for op in self._stretch.ops if not find_targets(op.call) for each in op.results]
             self._sections.begin_again(made)
         self._has_begun = True
 

@@ -26,7 +26,7 @@ from elbowroom.slicing.bounds import (
     narrow_result,
     pack,
 )
-from elbowroom.slicing.op_call import OpCall, bind, find_target
+from elbowroom.slicing.op_call import OpCall, bind, find_targets
 from elbowroom.slicing.registry import check_passes, list_rules
 from elbowroom.slicing.rule import PartialRule
 
@@ -146,10 +146,10 @@ def run_whole(
     """
     check_passes(op, args, kwargs, passes)
     call = bind(op, args, kwargs)
-    target = find_target(call)
+    targets = find_targets(call)
     results = [_allocate(each, call.reads[0].device) for each in describe_results(call)]
-    if target is not None:
-        results[0] = call.reads[target]
+    if targets:
+        results = [call.reads[index] for index in targets]
     for slice_pass in passes:
         slices = iterate_slices(slice_pass, count_parts(parts, slice_pass))
         for index, bounds, tensor in run_pass(op, args, kwargs, slice_pass, slices):
@@ -171,12 +171,12 @@ def run_pass(
         combined, for the last of them.
     """
     call = bind(op, args, kwargs)
-    target = find_target(call)
+    targets = find_targets(call)
     sums: dict[int, torch.Tensor] = {}
     partial: list[tuple[torch.Tensor, ...]] = []
     for bounds in slices:
         reads = [
-            _read(call.reads[index], index, slice_pass, bounds, is_written=index == target)
+            _read(call.reads[index], index, slice_pass, bounds, is_written=index in targets)
             for index in slice_pass.reads
         ]
         found = run_slice(op, args, kwargs, slice_pass, bounds, reads)
@@ -219,6 +219,8 @@ def describe_results(call: OpCall, device: torch.device | None = None) -> tuple[
     Args:
         device: of the call's tensors, if they are described by tensors on the device "meta".
     """
+    if targets := find_targets(call):
+        return tuple(_allocate(call.reads[index], "meta") for index in targets)
     with FakeTensorMode(allow_non_fake_inputs=True):
         reads = [_allocate(each, device or each.device) for each in call.reads]
         statistics = {name: _allocate(call[name], device or call[name].device) for name in call.statistics}

@@ -42,7 +42,7 @@ class OpCall:
         """Return the positions, among the results in the op's schema, of those that this call computes."""
         if "output_mask" in self.values:
             return tuple(index for index, is_wanted in enumerate(self.values["output_mask"]) if is_wanted)
-        return tuple(range(len(self.op._schema.returns)))
+        return tuple(range(len(self.op._schema.returns) or len(find_targets(self))))
 
     def replace_reads(self, reads: Sequence[torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments with other tensors in place of `reads` and with other `values`."""
@@ -62,15 +62,23 @@ class OpCall:
     def assemble(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the call's results in the form of its schema: None where its output mask leaves one out."""
         returns = self.op._schema.returns
+        if not returns:
+            return None
         if len(returns) == 1:
-            return tensors[0]
+            return [tensors[0]] if str(returns[0].type) == "List[Tensor]" else tensors[0]
         found = dict(zip(self.find_mask(), tensors, strict=True))
         return tuple(found.get(position) for position in range(len(returns)))
 
     def run(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Call the op with arguments by name. A single result is returned as a tuple of one."""
+        """Call the op with arguments by name. A single result is returned as a tuple of one.
+
+        The results of an op that returns nothing are the arguments that it writes to.
+        """
         positional, named = self.order(values)
         result = self.op(*positional, **named)
+        if result is None:
+            written = {name: iterate_tensors(values[name]) for name in map(self.names.__getitem__, find_targets(self))}
+            return tuple(tensor for tensors in written.values() for tensor in tensors)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
@@ -109,10 +117,21 @@ def _find_defaults(op: OpOverload) -> dict[str, Any]:
     return {each.name: each.default_value for each in op._schema.arguments}
 
 
-def find_target(call: OpCall) -> int | None:
-    """Return the index in `reads` of the argument that an in-place op writes to; None for other ops."""
-    found = [index for _, name in find_written(call.op) for index in call.find_indices(name)]
-    returned = {name for each in call.op._schema.returns if each.alias_info for name in each.alias_info.before_set}
-    if not found or not returned:
-        return None
-    return found[0]
+def find_targets(call: OpCall) -> tuple[int, ...]:
+    """Return the indices in `reads` of the arguments that an in-place op writes to, and returns if it returns any.
+
+    They are its results, in this order. () for other ops.
+    """
+    returns = call.op._schema.returns
+    if returns and not any(each.alias_info for each in returns):
+        return ()
+    names = [name for _, name in find_written(call.op)]
+    if call.values.get("grad_scale") is None and "grads" in names:
+        names.remove("grads")  # a fused optimizer only unscales them
+    found = tuple(index for name in names for index in call.find_indices(name))
+    return found[:1] if returns else found
+
+
+def is_over_lists(op: OpOverload) -> bool:
+    """Tell whether an op takes lists of tensors, and computes each item by itself."""
+    return op._opname.startswith(("_foreach_", "_fused_ada", "_fused_sgd"))

@@ -25,7 +25,7 @@ from elbowroom.slicing.bounds import (
 from elbowroom.slicing.calls import adapt, describe_results, run_pass
 from elbowroom.slicing.draws import draw_arguments
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore, describe_pass
-from elbowroom.slicing.op_call import OpCall, bind, find_target
+from elbowroom.slicing.op_call import OpCall, bind, find_targets
 from elbowroom.slicing.random_data import count_elements, make_statistics
 from elbowroom.slicing.registry import check_passes
 from elbowroom.slicing.rule import Alternatives
@@ -318,9 +318,7 @@ def _count_bytes(call: OpCall, slice_pass: SlicePass, ranges: Ranges, results: S
     tensors = list(results)
     tensors += [narrow_read(call.reads[index], index, slice_pass, largest) for index in slice_pass.reads]
     tensors += [narrow_result(results[index], index, slice_pass, largest) for index in slice_pass.results]
-    target = find_target(call)
-    if target is not None:
-        tensors.append(call.reads[target])  # its clone
+    tensors += [call.reads[index] for index in find_targets(call)]  # their clones
     return sum(count_elements(each) * each.element_size() for each in call.reads) + sum(
         each.numel() * each.element_size() for each in tensors
     )
@@ -350,8 +348,8 @@ def _compare(
     strides: Sequence[tuple[int, ...]],
     reads: Sequence[torch.Tensor],
 ) -> set[SlicePass]:
-    target = find_target(call)
-    given = [each.clone() if index == target else each for index, each in enumerate(reads)]
+    targets = find_targets(call)
+    given = [each.clone() if index in targets else each for index, each in enumerate(reads)]
     statistics = make_statistics(call, reads[0].device)
     whole = call.run(call.replace_reads(given, statistics))
     expected = [whole[position] for position in call.find_mask()]

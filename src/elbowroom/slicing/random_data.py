@@ -10,7 +10,12 @@ import torch
 from elbowroom.slicing.op_call import OpCall
 from elbowroom.slicing.rule import SliceRule
 
-_POSITIVE = frozenset(("running_var", "rstd", "save_invstd", "save_var", "total_weight"))
+_POSITIVE = frozenset(
+    (
+        *("running_var", "rstd", "save_invstd", "save_var", "total_weight"),
+        *("exp_avg_sqs", "max_exp_avg_sqs", "state_steps"),
+    )
+)
 
 FAINT = 2.0**-18
 """Value that a sum of `Ties` in single precision keeps if it comes early, and loses if it comes late."""

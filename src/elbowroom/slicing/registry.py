@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from elbowroom import _family
 from elbowroom.ir.slicing import SlicePass
 from elbowroom.slicing import rules
-from elbowroom.slicing.op_call import OpCall, bind, find_target
+from elbowroom.slicing.op_call import OpCall, bind, find_targets
 from elbowroom.slicing.rule import Alternatives, SliceRule
 
 
@@ -58,17 +58,13 @@ def _crosses_devices(call: OpCall) -> bool:
 
 def _overlaps(call: OpCall) -> bool:
     """Tell whether an in-place op reads elements that another slice may have written before."""
-    target = find_target(call)
-    if target is None:
-        return False
-    written = call.reads[target]
-    storage = written.untyped_storage()._cdata
-    return any(
-        each.untyped_storage()._cdata == storage
-        and (each.storage_offset(), each.shape, each.stride())
-        != (written.storage_offset(), written.shape, written.stride())
-        for each in call.reads
-    )
+
+    def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+        """Tell whether two tensors may have the same memory, and are not the same elements in the same order."""
+        places = [(each.storage_offset(), each.shape, each.stride()) for each in (first, second)]
+        return first.untyped_storage()._cdata == second.untyped_storage()._cdata and places[0] != places[1]
+
+    return any(overlap(call.reads[index], each) for index in find_targets(call) for each in call.reads)
 
 
 def find_passes_along(

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from elbowroom.slicing.bits import find_differing
-from elbowroom.slicing.numbers import describe_number
-from elbowroom.slicing.op_call import OpCall, find_target
+from elbowroom.slicing.numbers import describe_numbers
+from elbowroom.slicing.op_call import OpCall
 from elbowroom.slicing.random_data import Values, count_elements, fill
 from elbowroom.slicing.rules import pointwise, softmax
 
@@ -50,11 +50,7 @@ def find_telling(call: OpCall) -> list[torch.Tensor] | None:
         return None
     whole = torch.broadcast_shapes(*(each.shape for each in call.reads))
     varies = [each.shape == whole for each in call.reads]
-    numbers = {
-        name: describe_number(call, value) if isinstance(value, float) else value
-        for name, value in call.values.items()
-        if name not in call.names
-    }
+    numbers = {name: describe_numbers(call, value) for name, value in call.values.items() if name not in call.names}
     key = repr((str(call.op), [str(each.dtype) for each in call.reads], varies, numbers))
     if key not in _found:
         with torch.no_grad(), torch._C._DisableAutocast():
@@ -99,9 +95,8 @@ def _takes(call: OpCall, samples: Sequence[torch.Tensor]) -> bool:
 
 
 def _run(call: OpCall, reads: Sequence[torch.Tensor]) -> torch.Tensor:
-    target = find_target(call)
-    found = call.run(call.replace_reads(reads, {}))[0]
-    return reads[target] if target is not None else found
+    (found,) = call.run(call.replace_reads(reads, {}))
+    return found  # type: ignore[no-any-return]
 
 
 def fill_telling(call: OpCall, telling: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

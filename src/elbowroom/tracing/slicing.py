@@ -11,6 +11,7 @@ import torch
 from elbowroom.ir.slicing import OpSlicing
 from elbowroom.ir.trace import Op
 from elbowroom.ops.replayable import find_statistics, iterate_tensors
+from elbowroom.slicing.op_call import is_over_lists
 from elbowroom.slicing.registry import find_passes
 
 MIN_SLICED_BYTES = 1 << 20
@@ -36,7 +37,12 @@ class RecordedOps:
 
 
 def find_slicing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpSlicing | None:
-    """Return the ways to slice an op, without its tick; None if it is small or has none."""
+    """Return the ways to slice an op, without its tick; None if it is small or has none.
+
+    Plans cut no ops over lists: these run in slices only without a plan.
+    """
+    if is_over_lists(func):
+        return None
     skipped = find_statistics(func, args)
     values = tuple(each for position, each in enumerate((*args, *kwargs.values())) if position not in skipped)
     reads, results = list(iterate_tensors(values)), list(iterate_tensors(result))

@@ -1,4 +1,7 @@
-"""Pointwise ops: each element of a result depends on one element of each argument, which may be broadcast."""
+"""Pointwise ops: each element of a result depends on one element of each argument, which may be broadcast.
+
+Those over lists of tensors (`_foreach_add_`) are cut if each list has one tensor.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from elbowroom.ir.slicing import SlicePass
-from elbowroom.slicing.op_call import OpCall
+from elbowroom.slicing.op_call import OpCall, is_over_lists
 from elbowroom.slicing.rule import Alternatives, SliceRule, make_loop, make_pass
 
 NAMES = """
@@ -19,7 +22,7 @@ NAMES = """
     sigmoid_ sigmoid_backward sign silu silu_ silu_backward sin softplus softplus_backward sqrt square sub sub_ tanh
     tanh_ tanh_backward threshold threshold_ threshold_backward _to_copy where zero_
 """
-"""ATen ops, without namespace; all overloads that return one tensor."""
+"""ATen ops, without namespace or "_foreach_"; all overloads that return one tensor, or write to one."""
 
 WRITE_ONLY = frozenset(("copy_", "fill_", "zero_"))
 """Ops that do not read the argument that they write to."""
@@ -27,6 +30,8 @@ WRITE_ONLY = frozenset(("copy_", "fill_", "zero_"))
 
 def _find_passes(call: OpCall) -> Alternatives:
     """Cut along each dimension, that of the largest stride first."""
+    if len(set(call.names)) < len(call.names):
+        return ()  # a list of several tensors
     shape = torch.broadcast_shapes(*(each.shape for each in call.reads))
     if any(each.ndim == 0 and each.is_floating_point() for each in call.reads) and not any(
         each.ndim and each.is_floating_point() for each in call.reads
@@ -49,15 +54,17 @@ def _cut(call: OpCall, dimension: int, shape: torch.Size) -> tuple[SlicePass, ..
         if -dimension <= each.ndim and each.shape[dimension] == length
     }
     loop = make_loop(call, length, reads, {0: dimension + len(shape)})
-    unread = {"self"} if call.op._opname in WRITE_ONLY else ()
+    unread = {"self"} if call.op._opname.removeprefix("_foreach_") in WRITE_ONLY else ()
     return (make_pass(call, [loop], unread=unread),)
 
 
 def _list_overloads() -> dict[str, SliceRule]:
     rule = SliceRule(_find_passes)
     found = {}
-    for name in NAMES.split():
-        packet = getattr(torch.ops.aten, name)
+    for name in (prefix + name for name in NAMES.split() for prefix in ("", "_foreach_")):
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is None:
+            continue
         for overload in packet.overloads():
             op = getattr(packet, overload)
             if _is_ruled(op):
@@ -66,9 +73,13 @@ def _list_overloads() -> dict[str, SliceRule]:
 
 
 def _is_ruled(op: OpOverload) -> bool:
-    returns = op._schema.returns
-    is_out = any(each.is_out for each in op._schema.arguments)
-    return len(returns) == 1 and str(returns[0].type) == "Tensor" and not is_out
+    arguments, returns = op._schema.arguments, [str(each.type) for each in op._schema.returns]
+    if any(each.is_out for each in arguments):
+        return False
+    if not is_over_lists(op):
+        return returns == ["Tensor"]
+    has_tensor_of_numbers = any(each.name == "scalars" and str(each.type) == "Tensor" for each in arguments)
+    return str(arguments[0].type) == "List[Tensor]" and returns in ([], ["List[Tensor]"]) and not has_tensor_of_numbers
 
 
 RULES = _list_overloads()
