@@ -1,7 +1,8 @@
-# make demo    train two models within a budget each, beside plain PyTorch, and print the table
-# make test    everything a change has to pass
-# make docs    build the documentation as a site in build/docs
-# make format  put the source into its standard form
+# make demo      train two models within a budget each, beside plain PyTorch, and print the table
+# make test      everything a change has to pass
+# make test-all  the same with slow tests
+# make docs      build the documentation as a site in build/docs
+# make format    put the source into its standard form
 #
 # Each sets itself up in .venv first, from Python 3.11 or newer and pip, and again only when pyproject.toml or
 # constraints.txt has changed. Another interpreter: make test PYTHON=/path/to/python
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs format clean
+.PHONY: help demo test test-all lint docs format clean
 .DELETE_ON_ERROR:
 
 # A python3.11 may be on the path and not run (pyenv's shims), so each candidate is asked.
@@ -20,7 +21,7 @@ READY := .venv/.ready
 BUILT := .venv/.built
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
 
 # Without Debian's python3-venv there is no pip to put into the environment: the one outside puts it there.
 $(READY): pyproject.toml constraints.txt
@@ -52,8 +53,9 @@ lint: $(READY)
 # Lint runs beside the compiler. The tests run, and their summary comes last, whatever lint has found. Files are spread over up to four cores, in the
 # order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-test: export OMP_WAIT_POLICY ?= passive
-test: $(READY)
+test-all: PYTEST += --slow
+test test-all: export OMP_WAIT_POLICY ?= passive
+test test-all: $(READY)
 	@failed=0; $(MAKE) --jobs 2 --keep-going --output-sync=target --no-print-directory lint $(BUILT) || failed=1; \
 	echo "$(PYTEST)"; $(PYTEST) || failed=1; exit $$failed
 

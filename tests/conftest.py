@@ -24,6 +24,9 @@ os.environ.setdefault("ELBOWROOM_OP_TIME_STORE", "0")
 HERE = pathlib.Path(__file__).parent
 NEEDS = {"pure": "pure", "contracts": "pure", "cpu": "cpu", "gpu": "gpu"}
 
+SLOW = frozenset((HERE / "slow_tests.txt").read_text().splitlines())
+"""Ids of tests that run with `--slow` only (`benchmarks/slow_tests.py`)."""
+
 FIRST = (
     "test_same_results",
     "test_dynamic_static",
@@ -58,8 +61,18 @@ def _why_no_cuda() -> str:
     return "" if torch.cuda.is_available() else "needs a CUDA device, and torch finds none"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The folder of a test says what it needs; the longest files come first."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run slow tests, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The folder of a test says what it needs; the longest files come first; slow tests are left out."""
+    for item in items:
+        if item.nodeid in SLOW:
+            item.add_marker("slow")
+    if not config.getoption("slow"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
     for item in items:
         folder = item.path.relative_to(HERE).parts[0]

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -474,6 +474,16 @@ ELSEWHERE_BYTES = 1 << 15
 Found = list[dict[tuple[str, Any], Any]]
 """What each rank found: an Outcome by the name of the job and the budget of its room, None for the plain one; and by
 the names of jobs that save and load a checkpoint what came of it, without and with rooms."""
+
+
+def list_cases(
+    rooms: Sequence[tuple[str, int, dict[str, Any]]], quick: Collection[int], indices: Sequence[int] | None = None
+) -> list[Any]:
+    """Return names and budgets of rooms as parameters of a test. All but those with `quick` indices are slow."""
+    import pytest  # not in the ranks
+
+    chosen = range(len(rooms)) if indices is None else indices
+    return [pytest.param(*rooms[each][:2], marks=() if each in quick else pytest.mark.slow) for each in chosen]
 
 
 def run_rooms(

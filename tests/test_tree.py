@@ -135,6 +135,12 @@ def test_tests_say_what_they_test() -> None:
         assert ast.get_docstring(ast.parse(path.read_text())), name_of(path)
 
 
+def test_slow_tests_exist() -> None:
+    for line in (ROOT / "tests" / "slow_tests.txt").read_text().splitlines():
+        path, _, test = line.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), line
+
+
 def test_names_say_what_is_inside() -> None:
     for path in MODULES:
         assert not FORBIDDEN_NAMES & {part.lower() for part in path.with_suffix("").relative_to(SOURCE).parts}

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from elbowroom.ir.hardware import HardwareProfile
-from tests.rank_jobs import STEPS, End, Found, check_outcome, check_resumed, run_ranks, run_rooms
+from tests.rank_jobs import STEPS, End, Found, check_outcome, check_resumed, list_cases, run_ranks, run_rooms
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
@@ -43,24 +43,29 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 """Jobs with budgets and options of their rooms."""
 
+QUICK = {1, 4, 7, 13}
+"""Indices of those that run without `--slow`, too."""
+
 RELEASED_IN_THREADS = {"convolutions": None, "compressed": 1 << 18, "reduced in place": None}
 """Cases in which threads of the process group release activations or gradients, unseen by the outside meter."""
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile) -> Found:
+def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile, pytestconfig: pytest.Config) -> Found:
     """What each rank found in all jobs, plain and in rooms."""
     folder = tmp_path_factory.mktemp("ranks")
+    if not pytestconfig.getoption("slow"):
+        return run_rooms(folder, [ROOMS[index] for index in sorted(QUICK)], profile)
     return run_rooms(folder, ROOMS, profile, checkpoints=[("transformer", "transformer", 3_300_000)])
 
 
-@pytest.mark.parametrize(("name", "budget"), [each[:2] for each in ROOMS])
+@pytest.mark.parametrize(("name", "budget"), list_cases(ROOMS, QUICK))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_train_to_the_same_bits_within_their_budgets(name: str, budget: int, rank: int, found: Found) -> None:
     check_outcome(found[rank][name, None], found[rank][name, budget], budget, RELEASED_IN_THREADS.get(name, 0))
 
 
-@pytest.mark.parametrize(("name", "budget"), [ROOMS[index][:2] for index in (0, 1, 3, 6, 7, 12)])
+@pytest.mark.parametrize(("name", "budget"), list_cases(ROOMS, QUICK, (0, 1, 3, 6, 7, 12)))
 def test_ranks_follow_one_plan(name: str, budget: int, found: Found) -> None:
     plans = {results[name, budget].plan for results in found}
     assert len(plans) == 1 and plans != {""}
@@ -69,6 +74,7 @@ def test_ranks_follow_one_plan(name: str, budget: int, found: Found) -> None:
         assert set(results[name, budget].modes[-2:]) <= {"planned", "plain"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_saved_and_loaded_while_state_is_away(found: Found) -> None:
     for results in found:
         check_resumed(results["transformer", "transformer"])
@@ -136,13 +142,16 @@ FAILURES = {
 }
 """What happens to rank 1, and what the other one says."""
 
+QUICK_FAILURE = "is killed"
+"""The one that is tried without `--slow`, too."""
+
 
 Failed = dict[str, tuple[list[End], list[str]]]
 
 
 @pytest.fixture(scope="module")
 def failed(
-    tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile
+    tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile, pytestconfig: pytest.Config
 ) -> dict[str, tuple[list[End], list[str]]]:
     """How the ranks end after each failure, and the files that they leave; "" for ranks that survive theirs."""
 
@@ -154,7 +163,7 @@ def failed(
         ends = run_ranks(folder, "fail", how, str(folder / "spill"), profile, seconds=100, ends=[0])
         return ends, [each.name for each in (folder / "spill").iterdir()]
 
-    ways = ["", *FAILURES]
+    ways = ["", *FAILURES] if pytestconfig.getoption("slow") else [QUICK_FAILURE]
     with concurrent.futures.ThreadPoolExecutor() as threads:
         return dict(zip(ways, threads.map(run, ways), strict=True))
 
@@ -174,7 +183,9 @@ def test_a_rank_that_ends_while_ranks_meet_ends_the_job(
     assert re.search(says, end.text), end.text
 
 
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=() if how == QUICK_FAILURE else pytest.mark.slow) for how in FAILURES]
+)
 def test_a_rank_that_fails_ends_the_job(how: str, failed: Failed) -> None:
     (end, _), left = failed[how]
     assert end.code not in (0, None)
@@ -182,6 +193,7 @@ def test_a_rank_that_fails_ends_the_job(how: str, failed: Failed) -> None:
     assert left == []
 
 
+@pytest.mark.slow
 def test_ranks_go_on_after_steps_that_fail(failed: Failed) -> None:
     ends, _ = failed[""]
     for rank, end in enumerate(ends):

@@ -12,9 +12,12 @@ import torch.distributed as dist
 from elbowroom.ir.hardware import HardwareProfile
 from tests.rank_jobs import Found, check_outcome, check_resumed, run_rooms
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
+    ),
+    pytest.mark.slow,
+]
 
 OFFLOADING: dict[str, Any] = {"strategy": "offload_all"}
 

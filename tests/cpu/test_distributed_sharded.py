@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from elbowroom.ir.hardware import HardwareProfile
-from tests.rank_jobs import Found, check_outcome, check_resumed, run_rooms
+from tests.rank_jobs import Found, check_outcome, check_resumed, list_cases, run_rooms
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
@@ -42,6 +42,9 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 """Jobs with budgets and options of their rooms."""
 
+QUICK = {1, 7, 17}
+"""Indices of those that run without `--slow`, too."""
+
 CHECKPOINTS = [
     ("sharded transformer", "sharded transformer", 3_000_000),
     ("tensor parallel", "tensor parallel", 2_500_000),
@@ -55,19 +58,22 @@ RELEASED_IN_THREADS = {"sharded convolutions": None, "tensor parallel": None}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile) -> Found:
+def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile, pytestconfig: pytest.Config) -> Found:
     """What each rank found in all jobs, plain and in rooms."""
-    return run_rooms(tmp_path_factory.mktemp("ranks"), ROOMS, profile, checkpoints=CHECKPOINTS)
+    folder = tmp_path_factory.mktemp("ranks")
+    if not pytestconfig.getoption("slow"):
+        return run_rooms(folder, [ROOMS[index] for index in sorted(QUICK)], profile)
+    return run_rooms(folder, ROOMS, profile, checkpoints=CHECKPOINTS)
 
 
-@pytest.mark.parametrize(("name", "budget"), [each[:2] for each in ROOMS])
+@pytest.mark.parametrize(("name", "budget"), list_cases(ROOMS, QUICK))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_shards_train_to_the_same_bits_within_their_budgets(name: str, budget: int, rank: int, found: Found) -> None:
     unseen_bytes = RELEASED_IN_THREADS.get(name, UNSEEN_BYTES)
     check_outcome(found[rank][name, None], found[rank][name, budget], budget, unseen_bytes)
 
 
-@pytest.mark.parametrize(("name", "budget"), [ROOMS[index][:2] for index in (0, 1, 3, 5, 7, 11, 17)])
+@pytest.mark.parametrize(("name", "budget"), list_cases(ROOMS, QUICK, (0, 1, 3, 5, 7, 11, 17)))
 def test_shards_follow_one_plan(name: str, budget: int, found: Found) -> None:
     plans = {results[name, budget].plan for results in found}
     assert len(plans) == 1 and plans != {""}
@@ -76,6 +82,7 @@ def test_shards_follow_one_plan(name: str, budget: int, found: Found) -> None:
         assert set(results[name, budget].modes[-2:]) <= {"planned", "plain"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [each[0] for each in CHECKPOINTS])
 def test_a_checkpoint_of_shards_is_saved_and_loaded_while_state_is_away(name: str, found: Found) -> None:
     for results in found:

@@ -12,9 +12,12 @@ import torch.distributed as dist
 from elbowroom.ir.hardware import HardwareProfile
 from tests.rank_jobs import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
+    ),
+    pytest.mark.slow,
+]
 
 CASES = [
     ("sharded decoders", [5_000_000, 4_400_000, 4_000_000]),
