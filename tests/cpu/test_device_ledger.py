@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -289,3 +292,37 @@ def test_an_optimizer_updates_a_large_parameter_in_slices(
     assert all(torch.equal(plain[each], tensor) for each, tensor in found.items())
     _, *others = (each.peak_bytes or 0 for each in records)  # sizes of ops are known from the second step on
     assert max(others) <= budget_bytes
+
+
+REENTERING = """
+import pytest
+from elbowroom.native import library
+from elbowroom.runtime.device_limit import DeviceLimit
+from tests.cpu.test_sliced_ops import JOBS
+from tests.fake_card import use_fake_card
+from tests.leaks import make_profile
+from tests.state_jobs import fit
+
+native, prepare_room = library.load(), DeviceLimit.prepare_room
+
+def reenter(*args):
+    native.set_watchers(native.get_watchers())
+    prepare_room(*args)
+
+patch = pytest.MonkeyPatch()
+patch.setattr(DeviceLimit, "prepare_room", reenter)
+make, budget_bytes = JOBS["weights, AdamW"]
+use_fake_card(patch, "late")
+job = make()
+with fit(job, make_profile(), budget_bytes, mode="auto") as room, room.step():  # captured, by another watcher
+    job.step(0)
+print("done")
+"""
+
+
+def test_watchers_may_be_entered_anew_inside_an_op() -> None:
+    """As by `torch.compile`, when an op makes room. The allocator overwrites what is freed."""
+    env = os.environ | {"MALLOC_PERTURB_": "165", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", REENTERING]
+    process = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert process.stdout == "done\n", process.stderr

@@ -123,7 +123,7 @@ class _StayWatched:
         pass
 
     def switch(self, is_compiled: bool) -> None:
-        self._native.set_watchers(self._native.get_watchers())
+        self._native.update_key()
 
 
 @functools.cache

@@ -144,7 +144,7 @@ void bind_state(py::module_& module) {
   module.def("watch_all_threads", &watch_all_threads, py::call_guard<py::gil_scoped_release>(),
       "Watch the ops of other threads if there is managed state.");
   module.def("update_watching", [] {
-        set_watchers(get_watchers());
+        update_key();
         const py::gil_scoped_release released;
         watch_all_threads();
       }, "Watch ops from now on if there is managed state; those of this thread also if somebody else watches them.");

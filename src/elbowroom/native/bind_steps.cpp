@@ -302,6 +302,7 @@ void bind_watch(py::module_& module) {
         return std::array{found.live, found.peak, found.reserved, found.reserved_peak};
       },
       py::arg("device"), "Return the bytes that a device's allocator has handed out and their peak, and those that it has reserved and theirs.");
+  module.def("update_key", &update_key, "Watch the ops of this thread if it has watchers, or there is managed state.");
   module.def("get_watchers", &get_watchers, "Return the watchers of this thread.");
   module.def("get_active_watchers", &get_active_watchers, "Return the watchers that would run an op now.");
   module.def("is_above_modes", [] { return IS_ABOVE_MODES; }, "Return whether watchers see ops before dispatch modes and tensor subclasses do.");

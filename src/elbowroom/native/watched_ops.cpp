@@ -67,6 +67,13 @@ const std::string WATCHERS = "elbowroom";
 // Keeps the watchers that this thread has entered alive.
 thread_local std::shared_ptr<Watchers> entered;
 
+// The watchers of this thread, which its ops keep alive: code that they call may enter others.
+std::shared_ptr<const Watchers> hold_watchers(const Thread& thread) {
+  if (thread.watchers != nullptr) return entered;
+  const auto& state = at::impl::ThreadLocalPythonObjects::get_state();
+  return state.contains(WATCHERS) ? std::static_pointer_cast<const Watchers>(state.get(WATCHERS)) : nullptr;
+}
+
 const Watchers* find_watchers(const Thread& thread) {
   if (thread.watchers != nullptr) return thread.watchers;
   const auto& state = at::impl::ThreadLocalPythonObjects::get_state();
@@ -91,8 +98,11 @@ bool is_without_bytes(const c10::OperatorHandle& op, const torch::jit::Stack& st
   if (c10::impl::tls_local_dispatch_key_set().included_.has_backend(c10::BackendComponent::MetaBit)) return true;
   const size_t count = std::min(stack.size(), op.schema().arguments().size());
   return std::any_of(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end(), [](const c10::IValue& value) {
-    if (value.isTensor()) return value.toTensor().key_set().has_backend(c10::BackendComponent::MetaBit);
-    return value.isDevice() && value.toDevice().is_meta();
+    bool is_meta = value.isDevice() && value.toDevice().is_meta();
+    visit_tensors(value, [&](const at::Tensor& tensor) {
+      is_meta = is_meta || tensor.key_set().has_backend(c10::BackendComponent::MetaBit);
+    });
+    return is_meta;
   });
 }
 
@@ -192,10 +202,10 @@ void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
 void run_by_watchers(
     const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, c10::function_ref<void()> kernel) {
   const Thread& thread = get_thread();
-  const Watchers* watchers = find_watchers(thread);
+  const std::shared_ptr<const Watchers> watchers = hold_watchers(thread);
   const size_t count = watchers == nullptr ? 0 : watchers->natives.size();
   const bool is_watched = thread.busy < count && op.hasSchema() && !is_without_bytes(op, *stack);
-  run_by(watchers, is_watched ? count - thread.busy : 0, op, keys, stack, kernel);
+  run_by(watchers.get(), is_watched ? count - thread.busy : 0, op, keys, stack, kernel);
 }
 
 // Runs an op as a whole. `has_begun`: set where it may have written.
@@ -411,6 +421,11 @@ void stop_hiding(uint64_t handle) {
 
 TORCH_LIBRARY_IMPL(_, Fake, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_watched>());
+}
+
+void update_key() {
+  const bool has_watchers = find_watchers(get_thread()) != nullptr;
+  c10::impl::tls_set_dispatch_key_included(KEY, has_watchers || StateTable::is_any_managed());
 }
 
 void set_watchers(const py::tuple& watchers) {

@@ -115,6 +115,8 @@ void lose_seconds(double seconds);
 // Sets the watchers that run every op of this thread and of backward passes that it begins. The last is called first.
 // Each is an `OpWatch`, or an object with `__torch_dispatch__`.
 void set_watchers(const pybind11::tuple& watchers);
+// Has ops of this thread come to its watchers again, if there are any or there is managed state.
+void update_key();
 
 // Returns the watchers of this thread.
 pybind11::tuple get_watchers();

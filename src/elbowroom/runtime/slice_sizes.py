@@ -1,8 +1,15 @@
-"""SliceSizes: how large the slices of one op are."""
+"""SliceSizes: how large the slices of one op are; keys by which ops are known."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elbowroom.ops.replayable import iterate_tensors
 from elbowroom.runtime.slice_choice import Cut
+from elbowroom.slicing.op_call import OpCall
 
 GROWTH = 8
 """Slices may be as many times larger if smaller ones are not exact: kernels choose other ways for few rows."""
@@ -55,3 +62,14 @@ class SliceSizes:
             self.overlaps = False
             return True
         return False
+
+
+def find_call_key(call: OpCall) -> tuple[Any, ...]:
+    """Return the key of a call, whose tensors are those that `SlicedOps.wants` is given."""
+    args, kwargs = call.order(call.values)
+    return find_key(str(call.op), list(iterate_tensors((*args, *kwargs.values()))))
+
+
+def find_key(name: str, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return the key of an op by its name, and the shapes and dtypes of its tensor arguments; bytes come second."""
+    return (name, sum(each.nbytes for each in tensors), *((tuple(each.shape), each.dtype) for each in tensors))

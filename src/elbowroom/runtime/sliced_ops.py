@@ -29,14 +29,14 @@ from elbowroom.ops.replayable import iterate_tensors
 from elbowroom.runtime.observer import OpRecorder
 from elbowroom.runtime.slice_choice import Cut, SliceChooser, explain
 from elbowroom.runtime.slice_pass import Results, run_pass
-from elbowroom.runtime.slice_sizes import SliceSizes
+from elbowroom.runtime.slice_sizes import SliceSizes, find_call_key, find_key
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.stretch import StretchOp
 from elbowroom.runtime.waiting_ops import WaitingOps
 from elbowroom.slicing.bounds import is_summed
 from elbowroom.slicing.calls import make_results
 from elbowroom.slicing.exactness_store import Exactness
-from elbowroom.slicing.op_call import OpCall, bind, find_targets
+from elbowroom.slicing.op_call import OpCall, bind, count_writes, find_targets
 from elbowroom.slicing.registry import list_rules
 from elbowroom.slicing.vector_ends import find_telling
 
@@ -119,7 +119,7 @@ class SlicedOps(TorchDispatchMode):
             tensors: among its arguments.
             refusal: the error with which it failed as a whole; None if it has not run yet.
         """
-        key = _find_key(name, tensors)
+        key = find_key(name, tensors)
         if refusal is None:
             return key in self._sizes
         if not isinstance(refusal, NO_ROOM) or name not in list_rules():
@@ -142,15 +142,17 @@ class SlicedOps(TorchDispatchMode):
         return self._recorder.record_op(func, args, kwargs or {}, call, whole_bytes)
 
     def _run(self, call: OpCall) -> Any:
-        args, kwargs = call.order(call.values)
-        described = make_results(call.op, args, kwargs)
+        key = find_call_key(call)
+        if (view := list_rules()[str(call.op)].view) is not None:
+            call = view(call)
+        described = make_results(call.op, *call.order(call.values))
         statistics = {each: call[each].clone() for each in call.statistics}  # an op that begins again updates them anew
-        key = _find_key(str(call.op), list(iterate_tensors((*args, *kwargs.values()))))  # as `wants` is given them
         with self._lock, self._sections.slicing, _restoring(call, statistics) as restore:
             found = self._join(call, described, key)
             if found is None:
                 self.run_waiting()
                 found = self._run_alone(call, described, key, restore)
+        count_writes(call)
         return call.assemble(found)
 
     def _run_alone(
@@ -169,6 +171,7 @@ class SlicedOps(TorchDispatchMode):
         """
         args, kwargs = call.order(call.values)
         sizes = self._sizes.get(key) or SliceSizes(max(1, self._budget_bytes // SLICE))
+        self.page_out([call.reads[index] for index in find_targets(call)])  # so that an error leaves what they hold
         while True:
             cut = self._choose(call, args, kwargs, described, sizes.slice_bytes)
             if cut is None:
@@ -208,9 +211,8 @@ class SlicedOps(TorchDispatchMode):
                 self._waiting.run_each(self._run_waiting)
 
     def _run_waiting(self, op: StretchOp) -> None:
-        args, kwargs = op.call.order(op.call.values)
-        key = _find_key(str(op.call.op), list(iterate_tensors((*args, *kwargs.values()))))
-        self._run_alone(op.call, make_results(op.call.op, args, kwargs), key, lambda: None, op.results)
+        described = make_results(op.call.op, *op.call.order(op.call.values))
+        self._run_alone(op.call, described, find_call_key(op.call), lambda: None, op.results)
 
     def _have_wait(self, call: OpCall, cut: Cut, described: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Have an op wait, if that is possible. Return its results."""
@@ -389,7 +391,3 @@ def _restoring(call: OpCall, statistics: Mapping[str, torch.Tensor]) -> Iterator
     except BaseException:
         restore()
         raise
-
-
-def _find_key(name: str, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    return (name, sum(each.nbytes for each in tensors), *((tuple(each.shape), each.dtype) for each in tensors))

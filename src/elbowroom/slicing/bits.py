@@ -19,7 +19,9 @@ def equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def find_differing(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Tell for each element of two real tensors whether it has other bits in the other one."""
+    """Tell for each element of two tensors whether it has other bits in the other one."""
+    if first.is_complex():
+        return find_differing(torch.view_as_real(first), torch.view_as_real(second)).any(-1)
     same = (first == second) & (first.signbit() == second.signbit())
     return ~(same | (first.isnan() & second.isnan()))
 

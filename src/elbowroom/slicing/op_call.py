@@ -135,3 +135,12 @@ def find_targets(call: OpCall) -> tuple[int, ...]:
 def is_over_lists(op: OpOverload) -> bool:
     """Tell whether an op takes lists of tensors, and computes each item by itself."""
     return op._opname.startswith(("_foreach_", "_fused_ada", "_fused_sgd"))
+
+
+def count_writes(call: OpCall) -> None:
+    """Raise the versions of what an op over lists has written to. For other ops, autograd does so, not the kernel."""
+    if not call.op._opname.startswith("_foreach_"):
+        return
+    for index in find_targets(call):
+        if not call.reads[index].is_inference():
+            torch.autograd.graph.increment_version(call.reads[index])

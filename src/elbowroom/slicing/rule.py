@@ -37,12 +37,14 @@ class SliceRule:
             dtypes are used.
         adapt: returns the arguments that are not tensors and differ for a slice, by name. It gets the whole call and
             the arguments with the slice's tensors. None: no such argument differs.
+        view: returns the same call on views of its tensors that are easier to cut. None: the call itself.
         partial: computes passes that are partial, if the op has any.
         indices: for tensor arguments that hold indices, a function that returns the end of their range, by name.
     """
 
     find_passes: Callable[[OpCall], Alternatives]
     adapt: Callable[[OpCall, Mapping[str, Any]], dict[str, Any]] | None = None
+    view: Callable[[OpCall], OpCall] | None = None
     partial: PartialRule | None = None
     indices: Mapping[str, Callable[[OpCall], int]] = dataclasses.field(default_factory=dict)
 

@@ -17,7 +17,7 @@ NAMES = """
     clamp_min clamp_min_ clone copy copy_ cos div div_ elu elu_ elu_backward eq erf exp exp_ fill fill_ ge gelu gelu_
     gelu_backward gt hardsigmoid hardsigmoid_ hardsigmoid_backward hardswish hardswish_ hardswish_backward
     hardtanh hardtanh_ hardtanh_backward isnan le leaky_relu leaky_relu_ leaky_relu_backward lerp lerp_ log log1p
-    logical_and logical_not logical_or lt masked_fill masked_fill_ maximum minimum mish
+    logical_and logical_not logical_or lt masked_fill masked_fill_ maximum maximum_ minimum minimum_ mish
     mish_backward mul mul_ native_dropout_backward ne neg neg_ pow pow_ reciprocal relu relu_ rsqrt rsub sigmoid
     sigmoid_ sigmoid_backward sign silu silu_ silu_backward sin softplus softplus_backward sqrt square sub sub_ tanh
     tanh_ tanh_backward threshold threshold_ threshold_backward _to_copy where zero_
