@@ -12,6 +12,7 @@ from torch import nn
 
 from elbowroom.errors import Infeasible, TierError
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.spill_queue import SpillJob
 from tests.state_jobs import StateJob, adamw, fit, list_tensors
 
@@ -37,7 +38,7 @@ def run_in_slices(
             with room.step():
                 return run(model)
         finally:
-            assert any("_foreach_" in name for name in room._modes._sliced_ops.counts)
+            assert any("_foreach_" in key[0] for key in room._modes._sliced_ops._sizes)
 
 
 def average(model: nn.Module) -> None:
@@ -172,6 +173,23 @@ def test_a_failing_disk_leaves_a_fused_update_whole(
         if not is_old and not is_new:
             torn.append(failing)
     assert not torn
+
+
+def test_an_update_that_is_half_written_is_told(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tier below has no room for second copies, and fails at the second slice."""
+    write, written = Sections.write, []
+
+    def fail(self: Any, *args: Any) -> Any:
+        written.append(args)
+        if len(written) == 2:
+            raise TierError("broken")
+        return write(self, *args)
+
+    monkeypatch.setattr(Sections, "begin_rewriting", lambda *_: None)
+    monkeypatch.setattr(Sections, "write", fail)
+    with pytest.raises(TierError) as caught:
+        run_in_slices(profile, make_model(), average, 3 * NBYTES // 2)
+    assert "_foreach_lerp_.Scalar had begun to write" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("make", [functools.partial(torch.optim.AdamW, amsgrad=True), torch.optim.Adamax])

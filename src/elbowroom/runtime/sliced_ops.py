@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elbowroom.errors import NO_ROOM, DeviceFull, Infeasible, MemoryRefused
+from elbowroom.errors import NO_ROOM, DeviceFull, Infeasible, MemoryRefused, TierError
 from elbowroom.hooks.compiled_regions import show_regions
 from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
 from elbowroom.hooks.storage_ids import get_plain_storage
@@ -49,6 +49,9 @@ NEVER = 1 << 60
 
 LARGE = 8
 """Arguments and results above this share of the budget are away while their op runs in slices."""
+
+
+PARTLY_WRITTEN = "{op} had begun to write, so what it updates is partly written: go on from a checkpoint"
 
 
 class SlicedOps(TorchDispatchMode):
@@ -323,8 +326,11 @@ class SlicedOps(TorchDispatchMode):
                 )  # fmt: skip
             results.finish(self._sections)
             return results.tensors
-        except (*NO_ROOM, DeviceFull, torch.OutOfMemoryError) as error:
+        except (*NO_ROOM, TierError, torch.OutOfMemoryError) as error:
             if results is not None and results.is_changed:
+                error.add_note(PARTLY_WRITTEN.format(op=call.op))
+                raise
+            if isinstance(error, TierError) and not isinstance(error, DeviceFull):
                 raise
             refusal = error
         finally:
