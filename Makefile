@@ -51,8 +51,8 @@ lint: $(READY)
 
 # Idle OpenMP threads spin by default, which takes the cores from whoever has work: here they sleep.
 # Lint runs beside the compiler. The tests run, and their summary comes last, whatever lint has found. Files are spread over up to four cores, in the
-# order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# order of tests/conftest.py; a test that kills its worker ends it, where xdist would wait for ever.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 test-all: PYTEST += --slow
 test test-all: export OMP_WAIT_POLICY ?= passive
 test test-all: $(READY)

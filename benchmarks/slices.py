@@ -1,13 +1,14 @@
 """How far below the working set of its largest op does a step run, in slices, and what does that cost?
 
     python benchmarks/slices.py [--model vgg16] [--batch 16] [--budgets 600MB 400MB] [--steps 3] [--output FILE]
+        [--tokens 512] [--update default] [--no-limit]
 
 Prints the smallest budget for whole ops (`elbowroom.smallest_budget`), and for each budget, in a process of its own:
 the seconds of the last step, the peak, the ops that ran in slices, and whether parameters and optimizer state have the
 bits of the plain run. With `--inexact`, slices may change the order of sums (`exact=False`), and the largest difference
 of a parameter is printed. The smallest budget also runs under a limit on data size (`RLIMIT_DATA`), set after the first
 step, before which the model itself takes more: what the process had before the model, the budget and 5 % of it. Plain
-PyTorch runs under the same limit, and is expected to die.
+PyTorch runs under the same limit, and is expected to die. `--update foreach` or `fused`: how the optimizer updates.
 """
 
 from __future__ import annotations
@@ -43,22 +44,27 @@ Step = Callable[[int], torch.Tensor]
 BATCHES = {"vgg16": 16, "resnet50": 16, "gpt2": 2, "vit_b_16": 8}
 
 
-def make(name: str, batch: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Step]:
+UPDATES: dict[str, dict[str, bool]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+"""Options of optimizers."""
+
+
+def make(name: str, batch: int, tokens: int, update: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Step]:
     """Return a model with fixed parameters, its optimizer and its step, which returns the loss."""
     torch.manual_seed(0)
+    how = UPDATES[update]
     if name == "gpt2":
         transformers = import_package("transformers")
         model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **how)
     else:
         model = getattr(import_package("torchvision").models, name)()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, **how)
 
     def step(index: int) -> float:
         torch.manual_seed(100 + index)
         if name == "gpt2":
-            tokens = torch.randint(0, 50257, (batch, 512))
-            loss = model(input_ids=tokens, labels=tokens).loss
+            ids = torch.randint(0, 50257, (batch, tokens))
+            loss = model(input_ids=ids, labels=ids).loss
         else:
             images = torch.randn(batch, 3, 224, 224)
             loss = torch.nn.functional.cross_entropy(model(images), torch.randint(0, 1000, (batch,)))
@@ -75,7 +81,7 @@ def measure(options: argparse.Namespace, budget_bytes: int, *, is_limited: bool)
     import_package("transformers"), import_package("torchvision")
     warm_up()
     (data_bytes,) = read_status("VmData")
-    model, optimizer, step = make(options.model, options.batch)
+    model, optimizer, step = make(options.model, options.batch, options.tokens, options.update)
     room = elbowroom.fit(model, optimizer, budget_bytes or "1TiB", exact=not options.inexact)
     losses, seconds = [], []
     for index in range(options.steps):
@@ -131,6 +137,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--budgets", nargs="+", default=["600MB", "400MB"])
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--update", choices=list(UPDATES), default="default")
     parser.add_argument("--inexact", action="store_true")
     parser.add_argument("--no-limit", action="store_true", help="without the runs under a hard limit")
     parser.add_argument("--part", nargs=2, metavar=("BYTES", "LIMITED"), help="one part, in this process")
@@ -139,7 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     options.batch = options.batch or BATCHES[options.model]
     if options.floor:
-        model, optimizer, step = make(options.model, options.batch)
+        model, optimizer, step = make(options.model, options.batch, options.tokens, options.update)
         print(json.dumps({"floor_bytes": elbowroom.smallest_budget(model, optimizer, lambda: step(0))}), flush=True)
         return
     if options.part:
@@ -148,6 +156,7 @@ def main() -> None:
         os._exit(0)  # the state may not fit, so that nothing can be brought back
     budgets = [parse_bytes(text) for text in options.budgets]
     shared = ["--model", options.model, "--batch", options.batch, "--steps", options.steps]
+    shared += ["--tokens", options.tokens, "--update", options.update]
     floor = run_apart(__file__, *shared, "--floor")["floor_bytes"]
     print(f"{options.model}, batch {options.batch}: whole ops need {format_bytes(floor)}", flush=True)
     results: list[dict[str, Any]] = []
@@ -156,8 +165,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"SLICES_LIMIT": str(min(budgets)), "SLICES_FOLDER": folder}
         for budget_bytes, is_limited in parts:
-            row: dict[str, Any] = {"model": options.model, "batch": options.batch, "floor_bytes": floor,
-                                   "budget_bytes": budget_bytes, "is_limited": is_limited}  # fmt: skip
+            row: dict[str, Any] = {"model": options.model, "batch": options.batch, "update": options.update}
+            row |= {"floor_bytes": floor, "budget_bytes": budget_bytes, "is_limited": is_limited}
             exactness = ["--inexact"] if options.inexact else []
             try:
                 row |= run_apart(__file__, *shared, *exactness, "--part", budget_bytes, int(is_limited))
