@@ -17,7 +17,12 @@ import xml.etree.ElementTree as ElementTree
 
 SECONDS = 2.5
 QUICKEST_SECONDS = 13.0
-KEPT = ("tests/test_tree.py", "tests/cpu/test_cli.py::test_demo", "tests/cpu/test_cli.py::test_capture")
+KEPT = (
+    "tests/test_tree.py",
+    "tests/cpu/test_cli.py::test_demo",
+    "tests/cpu/test_cli.py::test_capture",
+    "tests/cpu/test_device_ledger.py::test_watchers_may_be_entered_anew_inside_an_op",
+)
 LIST = pathlib.Path(__file__).parents[1] / "tests" / "slow_tests.txt"
 
 
