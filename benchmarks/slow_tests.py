@@ -15,7 +15,7 @@ import pathlib
 import sys
 import xml.etree.ElementTree as ElementTree
 
-SECONDS = 2.5
+SECONDS = 1.5
 QUICKEST_SECONDS = 13.0
 KEPT = (
     "tests/test_tree.py",
