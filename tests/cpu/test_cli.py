@@ -646,7 +646,7 @@ def test_demo_fails_when_something_is_wrong(small_demo: list[str], monkeypatch: 
     monkeypatch.setattr(processes, "run_part", run_part)
     result = call("demo")
     assert result.exit_code == FAILED
-    assert "losses differ from step 1 on" in result.stdout
+    assert "losses differ from step 2 on" in result.stdout
     assert "96 bytes is above the budget of 95" in result.stdout
     assert "NO" in result.stdout and "1.10 x" in result.stdout
 

@@ -50,8 +50,8 @@ NEVER = 1 << 60
 LARGE = 8
 """Arguments and results above this share of the budget are away while their op runs in slices."""
 
-
 PARTLY_WRITTEN = "{op} had begun to write, so what it updates is partly written: go on from a checkpoint"
+"""Note on an error."""
 
 
 class SlicedOps(TorchDispatchMode):

@@ -30,10 +30,8 @@ one."""
 
 
 def may_join(call: OpCall) -> bool:
-    """Tell whether an op may run together with others: it draws no random numbers and updates no statistics."""
-    if is_over_lists(call.op):
-        return False
-    return not call.statistics and torch.Tag.nondeterministic_seeded not in call.op.tags
+    """Tell whether an op may run together with others: not if it is random, updates statistics, or takes lists."""
+    return not call.statistics and not is_over_lists(call.op) and torch.Tag.nondeterministic_seeded not in call.op.tags
 
 
 class WaitingOps:

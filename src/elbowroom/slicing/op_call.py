@@ -77,8 +77,8 @@ class OpCall:
         positional, named = self.order(values)
         result = self.op(*positional, **named)
         if result is None:
-            written = {name: iterate_tensors(values[name]) for name in map(self.names.__getitem__, find_targets(self))}
-            return tuple(tensor for tensors in written.values() for tensor in tensors)
+            written = dict.fromkeys(self.names[index] for index in find_targets(self))
+            return tuple(tensor for name in written for tensor in iterate_tensors(values[name]))
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 

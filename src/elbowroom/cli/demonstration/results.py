@@ -61,7 +61,7 @@ def find_problems(results: Sequence[Result]) -> list[str]:
     for result in results:
         if not result.losses_equal:
             steps = zip(result.plain["losses"], result.within["losses"], strict=False)
-            first = next((step for step, (one, other) in enumerate(steps) if one != other), None)
+            first = next((step for step, (one, other) in enumerate(steps, 1) if one != other), None)
             where = "in number" if first is None else f"from step {first} on"
             problems.append(f"{result.spec}: the losses differ {where}")
         if not result.budget_held:
