@@ -14,10 +14,12 @@ class CaptureSchedule:
 
     Attributes:
         reason: why steps run without a plan, as far as that is known.
+        captures: captured steps since the last one that was planned.
     """
 
     def __init__(self) -> None:
         self.reason = "it is not known what these steps do"
+        self.captures = 0
         self._futile = 0
         self._next = 0
         self._has_recurred = False

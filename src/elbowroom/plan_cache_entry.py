@@ -68,9 +68,13 @@ class PlanCacheEntry:
 
     def adopt(self, planned: PlannedStep) -> None:
         """Replace the plan by one with measured costs."""
+        self.source = Source.MEASURED
+        self.replace(planned)
+
+    def replace(self, planned: PlannedStep) -> None:
+        """Replace the plan."""
         self.planned = planned
         self.predicted_seconds = planned.busy_seconds
-        self.source = Source.MEASURED
         self.busy_seconds.clear()
         self.activities = ()
 

@@ -69,11 +69,19 @@ class PlannedStep:
         """Return the bytes of a budget that a step leaves free; negative if it goes over it.
 
         Args:
-            live_bytes: on the device before the step. Beside what the trace knows, the program may hold more by now.
+            live_bytes: on the device before the step, and model state that is away. Beside what the trace knows, the
+                program may hold more by now.
         """
+        return budget_bytes - self.forecast.peak_bytes - max(0, self.count_more(live_bytes))
+
+    def count_more(self, live_bytes: int) -> int:
+        """Return how many more bytes are on the device before the step than the trace knows; negative if it is less."""
+        return live_bytes - self._bytes_before
+
+    @functools.cached_property
+    def _bytes_before(self) -> int:
         size = self.costs.alignment_bytes
-        there = sum(-(-home.nbytes // size) * size for home in self.trace.storages if home.created < 0)
-        return budget_bytes - self.forecast.peak_bytes - max(0, live_bytes - there)
+        return sum(-(-home.nbytes // size) * size for home in self.trace.storages if home.created < 0)
 
 
 def forecast_plan(trace: Trace, costs: Costs, plan: Plan, host_bytes: int | None) -> PlannedStep:

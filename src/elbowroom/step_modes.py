@@ -13,6 +13,7 @@ import torch
 
 from elbowroom.advice import complete
 from elbowroom.agreed_plans import AgreedPlans, CapturedStep
+from elbowroom.bytes_beside import BytesBeside
 from elbowroom.capture_schedule import CaptureSchedule
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
 from elbowroom.hooks.input_guard import Inputs
@@ -77,9 +78,9 @@ class StepModes:
         self._pager = pager
         self._sliced_ops = sliced_ops
         self.agreed = agreed
-        self._captures = 0
         self._schedule = CaptureSchedule()
         self._plain_check = PlainStepCheck(cache, ledger, metering, always_watch=job.config.always_watch)
+        self._beside = BytesBeside(cache)
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
         self._running: RunningStep | None = None
         # Not a method, which would make a cycle of this and the runner.
@@ -155,6 +156,7 @@ class StepModes:
             self._cache.remove(entry)
 
     def _run_planned(self, entry: PlanCacheEntry) -> Iterator[None]:
+        self._beside.watch(entry, self._ledger.live_bytes + self._pager.count_away())
         self._begin_paging(may_move=bool(entry.planned.plan.state) or self._is_paging)
         # After planning from fake tensors, and where predictions are wrong, steps are observed op by op.
         measuring = entry.is_measuring(self._job.config.settling_steps)
@@ -283,7 +285,7 @@ class StepModes:
             name_residents=job.name_residents,
             complete_error=self._complete_error,
         )
-        live_bytes = self._ledger.live_bytes
+        live_bytes = self._ledger.live_bytes + self._pager.count_away()
         return StepRunner(
             phase,
             environment,
@@ -333,16 +335,16 @@ class StepModes:
             calls: of the model during the step.
             is_whole: whether every movable storage left; for those that stayed, the program's references are unknown.
         """
-        self._captures += 1
+        self._schedule.captures += 1
         trace = capture.finish()
         if self.agreed is not None and self.agreed.is_open:
             if self.agreed.is_due:
                 measurements = capture.measure(trace, record.seconds, record.stall_seconds)
                 self.agreed.captured = CapturedStep(trace, measurements, calls)
             return
-        if not (capture.is_settled and is_whole) and self._captures < self._job.config.settling_steps:
+        if not (capture.is_settled and is_whole) and self._schedule.captures < self._job.config.settling_steps:
             return
-        cache, self._captures = self._cache, 0
+        cache, self._schedule.captures = self._cache, 0
         # If other kinds of step are known, this one is planned only once it recurs.
         if cache.entries and (cache.contains(trace) or not cache.record_miss(list_sizes(trace), record)):
             self._put_off_capture()

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import elbowroom
+from elbowroom.bytes_beside import IDLE_STEPS, SHORT_STEPS
 from elbowroom.errors import DeviceFull, Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.ir.outside import count_outside
 from elbowroom.ops.op_info import describe_op
 from elbowroom.planner.problem import pose
 from elbowroom.room import Room
@@ -136,27 +138,35 @@ def test_bits_and_budget(
         assert records[-1].mode is Mode.PLANNED, told
 
 
-def test_a_plan_is_left_where_the_program_holds_more(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card does not ask for room, so a plan made before would go over the budget."""
+def test_a_step_is_planned_again_where_the_program_holds_more(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card does not ask for room, so the former plan would go over the budget: it is left once."""
+    begin, end, steps = 4, 7, 7 + IDLE_STEPS + 1
     budget_bytes = find_budget("gpt2", 0.3, profile)
-    plain, _ = train("gpt2", None, profile, steps=8)
+    plain, _ = train("gpt2", None, profile, steps=steps)
     use_fake_card(monkeypatch)
     model, optimizer, step = MODELS["gpt2"]().make()
     held = []
     ours = []
     with elbowroom.fit(model, optimizer, budget_bytes, profile=profile, manages="activations") as room:
-        for index in range(8):
-            if index == 4:
-                held.append(torch.ones(budget_bytes // 10, dtype=torch.uint8))
+        for index in range(steps):
+            if index == begin:
+                held.append(torch.ones(budget_bytes // 8, dtype=torch.uint8))
+            elif index == end:
+                held.clear()
             with room.step():
                 ours.append(step(index))
+            outside = 0 if room.planned is None else count_outside(room.planned.trace)
+            assert (outside > budget_bytes // 10) is (begin + SHORT_STEPS - 1 <= index < end + IDLE_STEPS - 1), index
     ours += [each.detach() for each in (*model.parameters(), *model.buffers())]
     assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
     records = room.journal().steps
     told = [(str(each.mode), (each.peak_bytes or 0) / budget_bytes, each.note) for each in records]
-    assert records[3].mode is Mode.PLANNED and records[4].mode is Mode.DRIFTED, told
+    assert records[begin - 1].mode is Mode.PLANNED and records[begin].mode is Mode.DRIFTED, told
+    assert all(each.mode is Mode.PLANNED for each in records[begin + SHORT_STEPS - 1 :]), told
     assert max(each.peak_bytes or 0 for each in records) <= budget_bytes, told
-    assert all(each.offloaded_bytes for each in records), told
+    assert all(each.offloaded_bytes or each.recomputed for each in records), told
 
 
 def make_wide() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -56,6 +56,16 @@ StateUses use_all(const StateTable& table, const py::sequence& tensors) {
   return found;
 }
 
+py::list list_unknown(const StateTable& table, const py::sequence& tensors, int64_t least_bytes) {
+  py::list found;
+  for (const py::handle each : tensors) {
+    const c10::StorageImpl* const storage = find_storage(THPVariable_Unpack(each.ptr()));
+    if (storage == nullptr || static_cast<int64_t>(storage->nbytes()) < least_bytes) continue;
+    if (table.is_unknown(storage)) found.append(each);
+  }
+  return found;
+}
+
 // Calls compiled code, which reads its inputs and writes to some of them. It frees each input when it has read it, so
 // that none may be held meanwhile.
 py::object run_with_state(const py::list& inputs, const py::list& written, const py::function& call) {
@@ -87,7 +97,6 @@ void bind_state(py::module_& module) {
             auto held = storage.storage.lock();
             return held ? wrap(c10::Storage(std::move(held))) : py::none();
           })
-      .def("count_until_use", &StateStorage::count_until_use, py::arg("now"), py::arg("step_events"), py::arg("most"))
       .def("begin_copy", &StateStorage::begin_copy, py::call_guard<py::gil_scoped_release>(),
           "Note writes from now on. Returns whether no op uses the storage, so that it may be copied.")
       .def("empty", &StateStorage::empty, py::call_guard<py::gil_scoped_release>(),
@@ -96,7 +105,17 @@ void bind_state(py::module_& module) {
           py::arg("contents"), "Take over the memory of another storage.");
   py::class_<StateTable, std::shared_ptr<StateTable>>(module, "StateTable", "The storages of model state of one room.")
       .def(py::init(&make_table), py::arg("host"), py::arg("unwritten"))
-      .def("add", [](StateTable& table, const py::handle& storage) { return table.add(unpack(storage)); }, py::arg("storage"))
+      .def("add",
+          [](StateTable& table, const py::handle& storage, bool is_movable) { return table.add(unpack(storage), is_movable); },
+          py::arg("storage"), py::arg("is_movable") = false,
+          "Return the record of a storage. `is_movable`: whether `choose` may choose it from now on.")
+      .def("list_unknown", &list_unknown, py::arg("tensors"), py::arg("least_bytes"),
+          "Return the tensors whose storages have so many bytes, and may not be chosen yet.")
+      .def_static("forbid", &StateTable::forbid, py::arg("storage"), "Have `choose` not choose a storage any more.")
+      .def("choose", &StateTable::choose, py::arg("missing_bytes"), py::arg("least_distance"),
+          "Return movable storages that no op uses, of so many bytes if there are as many; what is used last comes first. "
+          "What is used within `least_distance` events is left out.")
+      .def("count_away", &StateTable::count_away, "Return the bytes that are away.")
       .def("make_away",
           [](StateTable& table, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, const py::object& like,
              int64_t nbytes) {

@@ -6,8 +6,6 @@
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -39,7 +37,9 @@ class CopyStreams {
 
  private:
   StreamEventPtr record(c10::Stream stream, std::optional<c10::Stream> computing) const;
-  StreamEventPtr copy(c10::Stream stream, const at::Tensor& source, const at::Tensor& target, const StreamEvents& after) const;
+  StreamEventPtr copy(
+      c10::Stream stream, const c10::Storage& storage, int64_t offset, uintptr_t host, int64_t nbytes,
+      const StreamEvents& after) const;
 
   const c10::Stream out_, back_;
 };

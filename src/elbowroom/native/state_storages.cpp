@@ -118,6 +118,19 @@ bool is_lazy_clone(Impl& storage) {
 // With the mutex.
 bool is_idle(const StateStorage& storage) { return storage.pins == 0 && !storage.is_staying; }
 
+// Number of events between `now` and the next use, as far as the last step tells. Without a former step, what was used
+// longest ago is used last. With the mutex.
+int64_t count_until_use(const StateStorage& storage, int64_t now, int64_t step_events) {
+  constexpr int64_t MOST = int64_t{1} << 40;
+  const auto& former = storage.former_uses;
+  const auto next = std::lower_bound(former.begin(), former.end(), now);
+  if (next != former.end()) return *next - now;
+  // In the next step. Its first use may be known from this one, if there was none in the last.
+  if (!former.empty()) return std::max<int64_t>(0, step_events - now) + former.front();
+  if (!storage.uses.empty() && step_events > 0) return std::max<int64_t>(0, step_events - now) + storage.uses.front();
+  return MOST - storage.last_use;
+}
+
 // With the mutex.
 void keep(const at::Tensor& tensor) {
   if (find_storage(tensor) == nullptr) return;
@@ -184,16 +197,6 @@ void StateStorage::refill(const c10::Storage& contents) {
   is_away = false;
 }
 
-int64_t StateStorage::count_until_use(int64_t now, int64_t step_events, int64_t most) const {
-  const std::lock_guard<std::mutex> guard(state_mutex());
-  const auto next = std::lower_bound(former_uses.begin(), former_uses.end(), now);
-  if (next != former_uses.end()) return *next - now;
-  // In the next step. Its first use may be known from this one, if there was none in the last.
-  if (!former_uses.empty()) return std::max<int64_t>(0, step_events - now) + former_uses.front();
-  if (!uses.empty() && step_events > 0) return std::max<int64_t>(0, step_events - now) + uses.front();
-  return most;
-}
-
 StateTable::StateTable(Restore restore, RunWaiting run_waiting)
     : restore_(std::move(restore)), run_waiting_(std::move(run_waiting)) {
   state_mutex();
@@ -226,15 +229,17 @@ void StateTable::lose_waiting(at::TensorList written, const std::string& why) {
   }
 }
 
-StateStoragePtr StateTable::add(const c10::Storage& storage) {
+StateStoragePtr StateTable::add(const c10::Storage& storage, bool is_movable) {
   const std::lock_guard<std::mutex> guard(state_mutex());
   StateStoragePtr& record = state_records()[storage.unsafeGetStorageImpl()];
   if (record && !record->belongs_to(*this)) return {};
   if (record) {
     if (!record->is_away) record->nbytes = static_cast<int64_t>(storage.nbytes());
+    if (is_movable && record->order < 0) record->order = orders_++;
     return record;
   }
   record = c10::make_intrusive<StateStorage>(storage, weak_from_this());
+  if (is_movable) record->order = orders_++;
   const auto is_it = [&](const auto& each) { return each._unsafe_get_target() == record->key; };
   const Ops& ops = state_ops();
   record->is_staying = std::any_of(ops.lasting.begin(), ops.lasting.end(), is_it);
@@ -258,7 +263,7 @@ std::pair<at::Tensor, StateStoragePtr> StateTable::make_away(
   at::Tensor tensor =
       at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(type));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
-  StateStoragePtr record = add(storage);
+  StateStoragePtr record = add(storage, true);
   record->is_written = false;
   record->is_away = true;
   return {std::move(tensor), std::move(record)};
@@ -268,6 +273,53 @@ StateStoragePtr StateTable::find(const c10::StorageImpl* storage) const {
   const std::lock_guard<std::mutex> guard(state_mutex());
   const auto found = state_records().find(storage);
   return found != state_records().end() && found->second->belongs_to(*this) ? found->second : StateStoragePtr();
+}
+
+bool StateTable::is_unknown(const c10::StorageImpl* storage) const {
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  const auto found = state_records().find(storage);
+  return found == state_records().end() || (found->second->order < 0 && found->second->belongs_to(*this));
+}
+
+void StateTable::forbid(StateStorage& storage) {
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  storage.order = -1;
+}
+
+std::vector<StateStoragePtr> StateTable::choose(int64_t missing_bytes, int64_t least_distance) const {
+  struct Choice {
+    int64_t distance, order;
+    const StateStoragePtr* record;
+  };
+  std::vector<Choice> found;
+  std::vector<StateStoragePtr> chosen;
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  const int64_t now = events_, step_events = former_events_ > 0 ? former_events_ : now;
+  for (const auto& [key, record] : state_records()) {
+    if (record->order < 0 || record->is_away || !elbowroom::is_idle(*record) || record->storage.expired()) continue;
+    if (!record->belongs_to(*this)) continue;
+    const int64_t distance = count_until_use(*record, now, step_events);
+    if (distance >= least_distance) found.push_back({distance, record->order, &record});
+  }
+  std::sort(found.begin(), found.end(), [](const Choice& one, const Choice& other) {
+    return std::make_pair(-one.distance, one.order) < std::make_pair(-other.distance, other.order);
+  });
+  int64_t freed_bytes = 0;
+  for (const Choice& each : found) {
+    if (freed_bytes >= missing_bytes) break;
+    freed_bytes += (*each.record)->nbytes;
+    chosen.push_back(*each.record);
+  }
+  return chosen;
+}
+
+int64_t StateTable::count_away() const {
+  int64_t nbytes = 0;
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  for (const auto& [key, record] : state_records()) {
+    if (record->is_away && !record->storage.expired() && record->belongs_to(*this)) nbytes += record->nbytes;
+  }
+  return nbytes;
 }
 
 std::vector<StateStoragePtr> StateTable::list() const {

@@ -43,9 +43,6 @@ class StateStorage final : public c10::intrusive_ptr_target {
   void refill(const c10::Storage& contents);
   // Whether a table made the record.
   bool belongs_to(const StateTable& table) const;
-  // Number of uses between event `now` and the next use, as far as the last step tells. `most` if it does not.
-  int64_t count_until_use(int64_t now, int64_t step_events, int64_t most) const;
-
   const c10::StorageImpl* const key;
   const c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   std::atomic<int64_t> nbytes;
@@ -55,6 +52,7 @@ class StateStorage final : public c10::intrusive_ptr_target {
   std::atomic<int64_t> last_use{-1};   // event of all steps
   int64_t pins = 0;
   bool is_staying = false;  // code that runs beside the program may use it at any time
+  int64_t order = -1;       // in which storages became free to leave whenever room is short; -1 if this one is not
   std::vector<int64_t> uses, former_uses;  // events of this step, and of the one before
 };
 using StateStoragePtr = c10::intrusive_ptr<StateStorage>;
@@ -74,8 +72,16 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   std::pair<at::Tensor, StateStoragePtr> make_away(
       at::IntArrayRef sizes, at::IntArrayRef strides, c10::ScalarType type, c10::Device device, int64_t nbytes);
   // The record of a storage, made if there is none. Null if the storage belongs to another table. A storage that has been
-  // resized has another size from then on.
-  StateStoragePtr add(const c10::Storage& storage);
+  // resized has another size from then on. `is_movable`: whether `choose` may choose it from now on.
+  StateStoragePtr add(const c10::Storage& storage, bool is_movable = false);
+  // Whether a storage has no record, or one that `choose` may not choose.
+  bool is_unknown(const c10::StorageImpl* storage) const;
+  // Has `choose` not choose a storage any more.
+  static void forbid(StateStorage& storage);
+  // Movable storages that no op uses, of `missing_bytes` if there are as many. What is used last comes first, and nothing
+  // that is used within `least_distance` events.
+  std::vector<StateStoragePtr> choose(int64_t missing_bytes, int64_t least_distance) const;
+  int64_t count_away() const;  // bytes, of storages that are still in use
   StateStoragePtr find(const c10::StorageImpl* storage) const;
   std::vector<StateStoragePtr> list() const;
   // Forgets the storages that are gone, and returns their records.
@@ -110,6 +116,7 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   const Restore restore_;
   const RunWaiting run_waiting_;
   std::atomic<int64_t> events_{0}, clock_{0};
+  int64_t orders_ = 0;
   int64_t former_events_ = 0;
   std::string lost_waiting_;
 };

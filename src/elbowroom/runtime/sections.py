@@ -164,7 +164,7 @@ class Sections:
         if copy is not None:
             self._transfers.finish(copy)  # until then it reads the storage's memory
         with self._storages.lock:
-            record = self._storages.table.add(storage)
+            record = self._storages.table.add(storage, is_movable=True)
             if record is None:
                 return 0
             self._made.add(record)

@@ -8,6 +8,7 @@ error.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -211,7 +212,7 @@ class StatePager:
 
     def count_away(self) -> int:
         """Return the bytes of state that are away."""
-        return sum(record.nbytes for record in self.storages.table.list() if record.is_away)
+        return int(self.storages.table.count_away())
 
     def is_away(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether a storage is state that is away."""
@@ -231,49 +232,40 @@ class StatePager:
         if self._was_short or self.is_active:
             return True
         if self._first_bytes is None:
-            self._first_bytes = sum(storage.nbytes() for storage in self._list_candidates())
+            unknown = self.storages.table.list_unknown(self._list_residents(), self._min_bytes)
+            self._first_bytes = sum(each.untyped_storage().nbytes() for each in unknown if each.device == self._device)
         # Between steps, little but state is live.
         return may_leave(max(self._ledger.live_bytes, COMING * self._first_bytes), budget_bytes)
 
     def _choose(self, missing_bytes: int, spares_soon: bool) -> list[Any]:
         """Return storages that may leave, of at least `missing_bytes` if there are as many; the last used first."""
-        now, step_events = self.storages.table.events, self.storages.table.former_events or self.storages.table.events
-        found = []
-        seen = set()
-        state = self._list_candidates() if self.is_active else ()
-        for storage in (*self.sections.list_made(), *state):
-            record = self.storages.table.add(storage)
-            if record is None or record in seen or record.is_away or not record.is_idle:
+        table = self.storages.table
+        soon = math.ceil(SOON * (table.former_events or table.events)) if spares_soon else 0
+        while True:
+            chosen: list[Any] = table.choose(missing_bytes, soon)
+            shared = [each for each in chosen if (storage := each.storage) is not None and is_shared(storage)]
+            for each in shared:
+                table.forbid(each)
+            if shared:
                 continue
-            seen.add(record)
-            # Without a former step, what was used longest ago is used last.
-            distance = record.count_until_use(now, step_events, (1 << 40) - record.last_use)
-            found.append((distance, record))
-        found.sort(key=lambda item: -item[0])
-        chosen: list[Any] = []
-        freed_bytes = 0
-        for distance, record in found:
-            if freed_bytes >= missing_bytes or (spares_soon and distance < SOON * step_events):
-                break
-            chosen.append(record)
-            freed_bytes += record.nbytes
-        return chosen
+            is_enough = sum(each.nbytes for each in chosen) >= missing_bytes
+            if is_enough or not self.is_active or not self._note_new():
+                return chosen
 
-    def _list_candidates(self) -> Iterator[torch.UntypedStorage]:
+    def _note_new(self) -> bool:
+        """Have state that came since the last call, such as gradients, be free to leave. Return whether there is any.
+
+        In a first step, the parameters of the last layers are used last.
+        """
         if not may_look(self._thread):
-            known = [record.storage for record in self.storages.table.list()]
-            yield from (
-                each for each in known if each is not None and each.device == self._device and not is_shared(each)
-            )
-            return
-        # In a first step, the parameters of the last layers are used last.
-        for tensor in reversed(self._list_residents()):
-            if tensor.device != self._device:
-                continue
-            storage = get_plain_storage(tensor)
-            if storage is None or storage.nbytes() < self._min_bytes or is_shared(storage):
-                continue
-            yield storage
+            return False
+        table = self.storages.table
+        has_new = False
+        for tensor in table.list_unknown(self._list_residents()[::-1], self._min_bytes):
+            storage = get_plain_storage(tensor) if tensor.device == self._device else None
+            if storage is not None and not is_shared(storage):
+                has_new |= table.add(storage, is_movable=True) is not None
+        return has_new
 
     def _limit(self, nbytes: int) -> int | None:
         """Have other state leave before a storage comes back. Return the budget; None between steps."""
@@ -293,8 +285,7 @@ class StatePager:
         self.is_active = True
         show_regions()
         restore_before_access(self)
-        for storage in self._list_candidates():
-            self.storages.table.add(storage)
+        self._note_new()
 
         def find_group_bytes() -> int | None:
             return None if self._budget_bytes is None else self._budget_bytes // GROUPS

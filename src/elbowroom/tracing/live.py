@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,8 @@ from torch.optim import Optimizer
 
 from elbowroom.hooks.meter import Meter
 from elbowroom.ir.costs import Measurements
-from elbowroom.ir.trace import Op, Role, Storage, Trace
+from elbowroom.ir.outside import set_outside
+from elbowroom.ir.trace import Op, Trace
 from elbowroom.ir.updates import MARKS
 from elbowroom.tracing.gathered_weights import GatheredWeights
 from elbowroom.tracing.residents import list_residents
@@ -44,7 +44,7 @@ class LiveCapture:
         """Return the trace. The meter may be stopped afterwards."""
         self._weights.close()
         trace = self.tracer.finish(list_residents(self._model, self._optimizers))
-        return add_outside(self._weights.write_into(trace), self._meter.base_bytes)
+        return set_outside(self._weights.write_into(trace), self._meter.base_bytes)
 
     def measure(self, trace: Trace, step_seconds: float, stall_seconds: float) -> Measurements | None:
         """Return the (stopped) meter's measurements of the ops of `trace`; None if this step did not begin with them.
@@ -100,25 +100,6 @@ def match_ops(planned: Sequence[Op], ran: Sequence[Op]) -> list[int | None] | No
 
 def _strip(name: str) -> str:
     return name.replace("_.", ".", 1)
-
-
-def add_outside(trace: Trace, base_bytes: int) -> Trace:
-    """Add a storage for device memory that existed before the step but belongs to no storage of the trace.
-
-    That is other memory of the program, and on CUDA the workspaces that cuBLAS keeps per thread.
-
-    Args:
-        base_bytes: allocated when the step began.
-    """
-    block = 512 if trace.device == "cuda" else 1  # bytes: granularity of the caching allocator
-    known_bytes = sum(-(-storage.nbytes // block) * block for storage in trace.storages if storage.created < 0)
-    if base_bytes <= known_bytes:
-        return trace
-    outside = Storage(
-        id=len(trace.storages), nbytes=base_bytes - known_bytes, role=Role.BUFFER, created=-1, released=trace.end,
-        label="outside of the step",
-    )  # fmt: skip
-    return dataclasses.replace(trace, storages=(*trace.storages, outside))
 
 
 def count_state(optimizers: Sequence[Optimizer]) -> int:

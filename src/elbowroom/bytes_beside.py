@@ -1,0 +1,80 @@
+"""Plans a step again when the program has come to hold more beside it than its plan has room for, or much less."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from elbowroom.errors import Infeasible
+from elbowroom.ir.digest import digest
+from elbowroom.ir.outside import count_outside, set_outside
+from elbowroom.plan_cache import PlanCache
+from elbowroom.plan_cache_entry import PlanCacheEntry
+
+logger = logging.getLogger(__name__)
+
+SHORT_STEPS = 2
+"""Steps in a row without enough room, after which the step is planned again."""
+
+LEAST_FREED = 0.1
+"""Share of the budget that a plan leaves to other memory of the program, and that the program does not use..."""
+
+IDLE_STEPS = 16
+"""... in so many steps in a row, after which the step is planned again."""
+
+GROWTH = 0.5
+"""What grew goes on growing: a plan leaves room for so much more of the growth, if it can."""
+
+LEAST_GROWTH = 0.01
+"""And for at least this share of the budget."""
+
+
+class BytesBeside:
+    """Watches the bytes that exist when planned steps begin.
+
+    Args:
+        cache: of the room's plans.
+    """
+
+    def __init__(self, cache: PlanCache) -> None:
+        self._cache = cache
+        self._entry: PlanCacheEntry | None = None
+        self._short_steps = self._idle_steps = 0
+        self._refused_bytes: int | None = None
+
+    def watch(self, entry: PlanCacheEntry, base_bytes: int) -> None:
+        """Plan the step that begins again if it has to be. Ranks that agreed on a plan keep it.
+
+        Args:
+            base_bytes: of the job and of the rest of the program, model state that is away included.
+        """
+        if entry.is_agreed:
+            return
+        if entry is not self._entry:
+            self._entry = entry
+            self._short_steps = self._idle_steps = 0
+            self._refused_bytes = None
+        planned, budget_bytes = entry.planned, self._cache.lease.device_bytes
+        is_short = planned.count_spare_bytes(budget_bytes, base_bytes) < 0
+        self._short_steps = self._short_steps + 1 if is_short else 0
+        unused_bytes = min(count_outside(planned.trace), -planned.count_more(base_bytes))
+        self._idle_steps = self._idle_steps + 1 if unused_bytes > LEAST_FREED * budget_bytes else 0
+        if self._short_steps >= SHORT_STEPS and (self._refused_bytes is None or base_bytes < self._refused_bytes):
+            self._short_steps = 0
+            more_bytes = int(max(GROWTH * planned.count_more(base_bytes), LEAST_GROWTH * budget_bytes))
+            if not self._plan(entry, base_bytes + more_bytes) and not self._plan(entry, base_bytes):
+                self._refused_bytes = base_bytes
+        elif self._idle_steps == IDLE_STEPS:
+            self._idle_steps = 0
+            self._plan(entry, base_bytes)
+
+    def _plan(self, entry: PlanCacheEntry, base_bytes: int) -> bool:
+        """Plan a step beside so many bytes. Return whether a plan fits; otherwise the former one stays."""
+        trace = set_outside(entry.planned.trace, base_bytes)
+        costs = dataclasses.replace(entry.planned.costs, trace_digest=digest(trace))
+        try:
+            entry.replace(self._cache.plan_step(trace, costs))
+        except Infeasible:
+            return False
+        logger.info("%s: planned again beside %d bytes", trace.name, base_bytes)
+        return True
