@@ -241,6 +241,8 @@ class StatePager:
         """Return storages that may leave, of at least `missing_bytes` if there are as many; the last used first."""
         table = self.storages.table
         soon = math.ceil(SOON * (table.former_events or table.events)) if spares_soon else 0
+        if not spares_soon and self.is_active:
+            self._note_new()  # gradients leave before what the next step uses
         while True:
             chosen: list[Any] = table.choose(missing_bytes, soon)
             shared = [each for each in chosen if (storage := each.storage) is not None and is_shared(storage)]
