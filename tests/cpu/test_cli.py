@@ -651,6 +651,30 @@ def test_demo_fails_when_something_is_wrong(small_demo: list[str], monkeypatch: 
     assert "NO" in result.stdout and "1.10 x" in result.stdout
 
 
+@pytest.mark.parametrize("has_other_bits", [False, True])
+def test_demo_tells_whether_plain_pytorch_repeats_itself(
+    has_other_bits: bool, small_demo: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = {"seconds": 1.0, "peak_bytes": 100, "resident_bytes": 300, "device": "cpu", "smallest_budget_bytes": 50}
+    within = {
+        "losses": ["0x1p0", "0x1p3" if has_other_bits else "0x1p2"], "seconds": 1.1, "peak_bytes": 90,
+        "resident_bytes": 200, "forecast_peak_bytes": 90, "forecast_seconds": 1.05,
+    }  # fmt: skip
+    outcomes = itertools.cycle([["0x1p0", "0x1p1"], ["0x1p0", "0x1p2"]])
+
+    def run_part(arguments: Sequence[str]) -> dict[str, Any]:
+        if arguments[0] == "probe":
+            return {}
+        return {"result": within if "--budget" in arguments else {**plain, "losses": next(outcomes)}}
+
+    monkeypatch.setattr(processes, "run_part", run_part)
+    result = call("demo")
+    assert result.exit_code == (FAILED if has_other_bits else 0)
+    shown = " ".join(result.stdout.split())
+    assert "two plain processes had different losses" in shown
+    assert ("equal the second's" in shown) is not has_other_bits
+
+
 def test_halfway_is_never_below_what_works() -> None:
     assert demo_command.choose_budget("halfway", 100, 50) == 75
     assert demo_command.choose_budget("halfway", 99, 100) == 100

@@ -23,17 +23,32 @@ class Result:
     Attributes:
         spec: the workload.
         plain, within: results of the two processes (`jobs.run_plain`, `jobs.run_within`).
+        losses_again: of a second plain process; None if there was none, since the losses were equal at once.
     """
 
     spec: str
     budget_bytes: int
     plain: Mapping[str, Any]
     within: Mapping[str, Any]
+    losses_again: Sequence[str] | None = None
 
     @property
     def losses_equal(self) -> bool:
-        """True if the losses of all steps are bitwise equal."""
-        return bool(self.plain["losses"] == self.within["losses"])
+        """True if the losses of all steps are bitwise equal to those of a plain process."""
+        return self.within["losses"] in (self.plain["losses"], self.losses_again)
+
+    @property
+    def repeats(self) -> bool:
+        """False if two plain processes had different losses."""
+        return self.losses_again in (None, self.plain["losses"])
+
+    @property
+    def remark(self) -> str:
+        """Remark if plain PyTorch does not repeat itself; else ""."""
+        if self.repeats:
+            return ""
+        other = "; those within the budget equal the second's" if self.losses_equal else ""
+        return f"{self.spec}: two plain processes had different losses: PyTorch does not repeat itself here{other}"
 
     @property
     def budget_held(self) -> bool:
@@ -49,6 +64,7 @@ class Result:
             "budget_share": self.budget_bytes / self.plain["peak_bytes"],
             "slowdown": self.within["seconds"] / self.plain["seconds"],
             "losses_equal": self.losses_equal,
+            "plain_repeats": self.repeats,
             "budget_held": self.budget_held,
             "plain": dict(self.plain),
             "within": dict(self.within),
