@@ -130,10 +130,11 @@ class StatePager:
         missing_bytes = live_bytes - budget_bytes
         is_watching = self._native.is_any_state_managed()
         self.storages.sweep()
+        made = self.sections.list_made()  # in every step, since it forgets those that are gone
         self._comes_first = live_bytes + self.count_away() > budget_bytes // 2
         if missing_bytes > 0 or (may_move and self._is_needed(budget_bytes)):
             self._activate()
-        elif self.is_active and not self.count_away() and not self.sections.list_made():
+        elif self.is_active and not self.count_away() and not made:
             self._deactivate()
         if is_watching or self._native.is_any_state_managed():
             self._native.update_watching()  # the step may run in another thread than the last one
