@@ -1,4 +1,5 @@
-"""Plans a step again when the program has come to hold more beside it than its plan has room for, or much less."""
+"""Plans a step again when it needs more than was forecast, or when the program has come to hold more beside it than
+its plan has room for, or much less."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ LEAST_GROWTH = 0.01
 
 
 class BytesBeside:
-    """Watches the bytes that exist when planned steps begin.
+    """Watches the bytes that exist when planned steps begin, and those that they miss.
 
     Args:
         cache: of the room's plans.
@@ -39,22 +40,25 @@ class BytesBeside:
     def __init__(self, cache: PlanCache) -> None:
         self._cache = cache
         self._entry: PlanCacheEntry | None = None
-        self._short_steps = self._idle_steps = 0
+        self._short_steps = self._idle_steps = self._left_steps = 0
         self._refused_bytes: int | None = None
+        self._live_bytes = 0
 
-    def watch(self, entry: PlanCacheEntry, base_bytes: int) -> None:
+    def watch(self, entry: PlanCacheEntry, live_bytes: int) -> None:
         """Plan the step that begins again if it has to be. Ranks that agreed on a plan keep it.
 
         Args:
-            base_bytes: of the job and of the rest of the program, model state that is away included.
+            live_bytes: of the job and of the rest of the program, model state that is away included.
         """
+        self._live_bytes = live_bytes
         if entry.is_agreed:
             return
         if entry is not self._entry:
             self._entry = entry
-            self._short_steps = self._idle_steps = 0
+            self._short_steps = self._idle_steps = self._left_steps = 0
             self._refused_bytes = None
         planned, budget_bytes = entry.planned, self._cache.lease.device_bytes
+        base_bytes = live_bytes + entry.excess_bytes
         is_short = planned.count_spare_bytes(budget_bytes, base_bytes) < 0
         self._short_steps = self._short_steps + 1 if is_short else 0
         unused_bytes = min(count_outside(planned.trace), -planned.count_more(base_bytes))
@@ -67,6 +71,44 @@ class BytesBeside:
         elif self._idle_steps == IDLE_STEPS:
             self._idle_steps = 0
             self._plan(entry, base_bytes)
+
+    def note_followed(self, entry: PlanCacheEntry, excess_bytes: int) -> None:
+        """Note that a step that `watch` was called for has followed the plan to its end.
+
+        Args:
+            excess_bytes: of its peak, beyond the budget; 0 or less if it was held.
+        """
+        self._left_steps = 0
+        if excess_bytes <= 0:
+            entry.is_proven = True
+        else:
+            self._learn(entry, excess_bytes)
+
+    def note_left(self, entry: PlanCacheEntry, missing_bytes: int) -> None:
+        """Note that a step that `watch` was called for has left the plan for want of memory.
+
+        A step that does so once may hold something that the others do not.
+
+        Args:
+            missing_bytes: of the budget; 0 if not known.
+        """
+        self._left_steps += 1
+        if self._left_steps == SHORT_STEPS:
+            self._left_steps = 0
+            self._learn(entry, missing_bytes)
+
+    def _learn(self, entry: PlanCacheEntry, missing_bytes: int) -> None:
+        """Plan a step again that needs more than was forecast. If no plan fits, a policy is to help."""
+        planned, budget_bytes = entry.planned, self._cache.lease.device_bytes
+        excess_bytes = missing_bytes + max(0, planned.count_spare_bytes(budget_bytes, self._live_bytes))
+        more_bytes = int(max(GROWTH * missing_bytes, LEAST_GROWTH * budget_bytes))
+        base_bytes = self._live_bytes + entry.excess_bytes + excess_bytes
+        if missing_bytes <= 0 or entry.is_agreed:
+            self._cache.expect_changes()
+        elif self._plan(entry, base_bytes + more_bytes) or self._plan(entry, base_bytes):
+            entry.excess_bytes += excess_bytes
+        else:
+            self._cache.expect_changes()
 
     def _plan(self, entry: PlanCacheEntry, base_bytes: int) -> bool:
         """Plan a step beside so many bytes. Return whether a plan fits; otherwise the former one stays."""

@@ -121,7 +121,7 @@ class PlanCache:
             sizes: bytes of each saved storage.
             record: of the step.
         """
-        self._steady = 0
+        self.expect_changes()
         key = hash(tuple(sizes))
         former_seconds = self._seen.pop(key, None)
         seconds = (former_seconds or 0.0) + _count_lost_seconds(record)
@@ -129,6 +129,10 @@ class PlanCache:
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
         return former_seconds is not None and seconds >= self._times.quick_seconds
+
+    def expect_changes(self) -> None:
+        """Have the next steps follow plans under a policy, which decides once they need something else."""
+        self._steady = 0
 
     def improve(self, entry: PlanCacheEntry, record: StepRecord) -> None:
         """Search for a better plan than one that was made quickly, once it may have lost as much time as that takes.
@@ -246,7 +250,8 @@ class PlanCache:
         trace, costs = entry.planned.trace, entry.planned.costs
         self._ledger.trim()
         try:
-            return [dataclasses.replace(entry, planned=self.plan_step(trace, costs), busy_seconds=[])]
+            planned = self.plan_step(trace, costs)
+            return [dataclasses.replace(entry, planned=planned, busy_seconds=[], is_proven=False)]
         except Infeasible:
             if self.fits_without_plan(trace, costs.trace_digest, None):
                 return []

@@ -40,6 +40,8 @@ class PlanCacheEntry:
         activities: copies, waits and replays of the last step of this kind.
         is_seen: whether this room has run such a step; another room's may belong to another model.
         lost_seconds: that a better plan might have saved.
+        is_proven: whether a step has followed the current plan to its end, within the budget.
+        excess_bytes: that steps needed beyond the forecast peak.
         is_agreed: whether all ranks of a distributed job follow the plan, which the times of one do not change.
     """
 
@@ -55,6 +57,8 @@ class PlanCacheEntry:
     activities: tuple[Activity, ...] = ()
     is_seen: bool = True
     lost_seconds: float = 0.0
+    is_proven: bool = False
+    excess_bytes: int = 0
     is_agreed: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +81,7 @@ class PlanCacheEntry:
         self.predicted_seconds = planned.busy_seconds
         self.busy_seconds.clear()
         self.activities = ()
+        self.is_proven = False
 
     def is_usual(self, inputs: Inputs, count: int) -> bool:
         """Return True if steps of this kind call the model this often with these shapes, or if no call was observed."""

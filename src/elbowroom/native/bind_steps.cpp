@@ -72,8 +72,8 @@ std::shared_ptr<OpWatch> make_watch(
       limit.call([&](const py::object& found) { is_made = found.attr("make_room")(op, nbytes).cast<bool>(); });
       return is_made;
     };
-    callbacks.prepare_room = [limit](const std::string& op, int64_t nbytes, bool is_refused) {
-      limit.call([&](const py::object& found) { found.attr("prepare_room")(op, nbytes, is_refused); });
+    callbacks.prepare_room = [limit](const std::string& op, int64_t nbytes, bool is_known, bool is_sliceable) {
+      limit.call([&](const py::object& found) { found.attr("prepare_room")(op, nbytes, is_known, is_sliceable); });
     };
     callbacks.lift_limit = [limit] {
       limit.call([&](const py::object& found) { found.attr("lift_limit")(); });

@@ -34,6 +34,11 @@ DeviceBytes count_device_bytes(c10::Device device) {
 
 void set_count_device_bytes(std::function<DeviceBytes()> count) { replacement = std::move(count); }
 
+int64_t count_taken(const DeviceBytes& before, const DeviceBytes& after) {
+  // A peak is of this op unless there was one as high before; a lower one was reset when the op began.
+  return (after.peak == before.peak ? after.live : after.peak) - before.live;
+}
+
 std::optional<Growth> find_growth(const std::string& op, const Sizes& sizes) {
   const std::lock_guard<std::mutex> guard(growth_mutex);
   const auto found = growth.find({op, sizes.nbytes, sizes.shapes});
@@ -43,12 +48,11 @@ std::optional<Growth> find_growth(const std::string& op, const Sizes& sizes) {
 void note_growth(
     const std::string& op, const Sizes& sizes, const DeviceBytes& before, const DeviceBytes& after, int64_t requested) {
   if (sizes.nbytes == 0) return;  // without arguments, what it takes differs from call to call
-  // The peak is of this op only if there was none as high before.
-  const int64_t most = std::max(after.peak > before.peak ? after.peak : after.live, after.live + requested);
+  const int64_t taken = std::max(count_taken(before, after), after.live + requested - before.live);
   const std::lock_guard<std::mutex> guard(growth_mutex);
   if (growth.size() >= MOST_KNOWN) growth.clear();
   Growth& known = growth[{op, sizes.nbytes, sizes.shapes}];
-  known.nbytes = std::max(known.nbytes, most - before.live);
+  known.nbytes = std::max(known.nbytes, taken);
   known.is_whole |= requested == 0;
 }
 

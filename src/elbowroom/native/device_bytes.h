@@ -23,6 +23,9 @@ DeviceBytes count_device_bytes(c10::Device device);
 // Sets a function that counts instead of the device's allocator.
 void set_count_device_bytes(std::function<DeviceBytes()> count);
 
+// What an op has taken at once, as far as that is known.
+int64_t count_taken(const DeviceBytes& before, const DeviceBytes& after);
+
 // What an op takes: the most so far. `is_whole`: whether it has run to its end, and was not always refused more.
 struct Growth {
   int64_t nbytes = 0;

@@ -126,14 +126,13 @@ void OpWatch::run_within_limit(
   const Growth growth = find_growth(name, sizes).value_or(Growth{is_repeated ? 0 : sizes.nbytes});
   before = count_device_bytes(device_);
   if (before.live + growth.nbytes > limit_bytes) {
-    callbacks_.prepare_room(name, growth.nbytes, growth.is_whole && is_sliceable);
+    callbacks_.prepare_room(name, growth.nbytes, growth.is_whole, is_sliceable);
     before = count_device_bytes(device_);
   }
   const Unrefused unrefused(*this, is_repeated, growth.is_whole);
   next();
   const DeviceBytes after = count_device_bytes(device_);
-  const int64_t taken = (after.peak > before.peak ? after.peak : after.live) - before.live;
-  if (!growth.is_whole || taken > growth.nbytes) note_growth(name, sizes, before, after);
+  if (!growth.is_whole || count_taken(before, after) > growth.nbytes) note_growth(name, sizes, before, after);
   if (after.live > limit_bytes) callbacks_.keep_budget(name);
 }
 

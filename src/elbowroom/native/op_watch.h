@@ -31,8 +31,9 @@ struct Callbacks {
   std::function<void(const std::string&)> leave;  // the step differs from the expected one, with the reason
   std::function<void(int64_t, bool)> move_state;  // position of an expected op, -1 if none is expected any more; whether it is to run
   std::function<bool(const std::string&, int64_t)> make_room;  // refused an op, of about so many bytes; true to retry
-  // An op is about to take so many bytes. Raises an error if it is to be refused without room for them.
-  std::function<void(const std::string&, int64_t, bool)> prepare_room;
+  // An op is about to take so many bytes; whether that is known, and whether it can run in slices. Raises an error if it
+  // is to be refused without room for them.
+  std::function<void(const std::string&, int64_t, bool, bool)> prepare_room;
   std::function<void()> lift_limit, restore_limit;  // in between, the allocator refuses nothing that it has
   std::function<void(const std::string&)> keep_budget;  // an op went over it
 };

@@ -43,26 +43,34 @@ struct Returned<Result&> {
 
 using Tensors = c10::SmallVector<at::Tensor, 2>;
 
-void add_tensors(const at::Tensor& tensor, Tensors& tensors) {
-  if (tensor.defined()) tensors.push_back(tensor);
+// Calls `visit` for the defined tensors of an argument, as `visit_tensors` does for a boxed one.
+template <typename Visit>
+void visit_argument(const at::Tensor& tensor, const Visit& visit) {
+  if (tensor.defined()) visit(tensor);
 }
 
-void add_tensors(const std::optional<at::Tensor>& tensor, Tensors& tensors) {
-  if (tensor.has_value()) add_tensors(*tensor, tensors);
+template <typename Visit>
+void visit_argument(const std::optional<at::Tensor>& tensor, const Visit& visit) {
+  if (tensor.has_value()) visit_argument(*tensor, visit);
 }
 
-template <typename Argument>
-void add_tensors(const Argument&, Tensors&) {}
+template <typename Visit>
+void visit_argument(const at::ITensorListRef& tensors, const Visit& visit) {
+  for (const at::Tensor& each : tensors) visit_argument(each, visit);
+}
 
-int64_t count_argument_bytes(const at::Tensor& tensor) { return count_tensor_bytes(tensor); }
+template <typename Visit>
+void visit_argument(const at::TensorList& tensors, const Visit& visit) {
+  for (const at::Tensor& each : tensors) visit_argument(each, visit);
+}
 
-template <typename Argument>
-int64_t count_argument_bytes(const Argument&) { return 0; }
+template <typename Visit>
+void visit_argument(const c10::List<std::optional<at::Tensor>>& tensors, const Visit& visit) {
+  for (const std::optional<at::Tensor>& each : tensors) visit_argument(each, visit);
+}
 
-void add_sizes(const at::Tensor& tensor, Sizes& sizes) { sizes.add(tensor); }
-
-template <typename Argument>
-void add_sizes(const Argument&, Sizes&) {}
+template <typename Argument, typename Visit>
+void visit_argument(const Argument&, const Visit&) {}
 
 bool is_true(bool value) { return value; }
 
@@ -75,7 +83,8 @@ Tensors list_written(const OpKind& kind, const Arguments&... arguments) {
   Tensors written;
   const auto add = [&](int64_t position) {
     int64_t i = 0;
-    ((i++ == position ? add_tensors(arguments, written) : void()), ...);
+    const auto put = [&](const at::Tensor& tensor) { written.push_back(tensor); };
+    ((i++ == position ? visit_argument(arguments, put) : void()), ...);
   };
   for (const int64_t position : kind.written) add(position);
   if (kind.mean >= 0) {
@@ -132,7 +141,8 @@ struct Unboxed<Op, Result(Arguments...)> {
     if (kind == nullptr) known.store(kind = find_kind(op), std::memory_order_release);
     const bool is_sliceable = kind->is_sliceable && watch->slicer() != nullptr && !may_be_changed(keys);
     if (!is_sliceable) return run_whole(*watch, op, *kind, thread, keys, arguments...);
-    const int64_t nbytes = (count_argument_bytes(arguments) + ... + int64_t{0});
+    int64_t nbytes = 0;
+    (visit_argument(arguments, [&](const at::Tensor& tensor) { nbytes += count_tensor_bytes(tensor); }), ...);
     if (nbytes >= watch->sliced_bytes || (kind->mean >= 0 && watch->is_tight(nbytes))) {
       return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
     }
@@ -164,7 +174,7 @@ struct Unboxed<Op, Result(Arguments...)> {
     }
     const Tensors written = kind.may_write ? list_written(kind, arguments...) : Tensors();
     Sizes sizes;
-    if (is_limited) (add_sizes(arguments, sizes), ...);
+    if (is_limited) (visit_argument(arguments, [&](const at::Tensor& tensor) { sizes.add(tensor); }), ...);
     Returned<Result> returned;
     watch.run_unrecorded(kind, written, sizes, [&] { returned = Op::redispatch(keys & BELOW_WATCH, arguments...); });
     return returned.get();

@@ -25,7 +25,8 @@ class DeviceLimit:
         guard: counts bytes, and chooses what leaves.
         executor: performs moves.
         lock: of the step.
-        prepare_to_evict: has the policy decide from now on. Returns False if no budget holds.
+        prepare_to_evict: has the policy decide from now on, since bytes are missing for an op (0 if they are only
+            guessed). Returns False if no budget holds.
         state_moves: of the plan; None if it moves no model state.
     """
 
@@ -35,7 +36,7 @@ class DeviceLimit:
         guard: MemoryGuard,
         executor: ActionExecutor,
         lock: Any,
-        prepare_to_evict: Callable[[str], bool],
+        prepare_to_evict: Callable[[str, int], bool],
         state_moves: StateMoves | None,
     ) -> None:
         self._state = state
@@ -59,7 +60,7 @@ class DeviceLimit:
             was_unpressured = self._state.phase is Phase.UNPRESSURED  # so the limit is below the budget
             if missing_bytes <= 0 and not was_unpressured and self._guard.raise_limit():
                 return True  # the budget has room where the allocator has none
-            if not self._prepare_to_evict(op):
+            if not self._prepare_to_evict(op, missing_bytes):
                 return False
             if missing_bytes <= 0 and was_unpressured:
                 return True
@@ -75,21 +76,23 @@ class DeviceLimit:
                 self._executor.perform(actions)
             return True
 
-    def prepare_room(self, op: str, nbytes: int, is_refused: bool) -> None:
+    def prepare_room(self, op: str, nbytes: int, is_known: bool, is_sliceable: bool) -> None:
         """Make room for what an op probably takes.
 
         Args:
-            is_refused: whether to refuse the op if more than a page is missing, since it can run in slices.
+            is_known: whether the op has taken so much before. Otherwise that is a guess.
+            is_sliceable: whether the op can run in slices. If it is known, too, it is refused if it misses more than a
+                page.
 
         Raises:
             Infeasible: nothing more may leave, and the op is refused.
         """
         with self._lock:
             try:
-                self._evict(op, nbytes, leaves_plan=not self._guard.is_left_to_plan)
+                self._evict(op, nbytes, leaves_plan=not self._guard.is_left_to_plan, is_guess=not is_known)
             except Infeasible:
                 # What cuDNN takes varies a little, and perhaps no slices have the same bits.
-                if is_refused and self._guard.count_missing(nbytes) > POOL_PAGE_BYTES:
+                if is_known and is_sliceable and self._guard.count_missing(nbytes) > POOL_PAGE_BYTES:
                     raise
 
     def lift_limit(self) -> None:
@@ -109,7 +112,7 @@ class DeviceLimit:
         with self._lock:
             self._evict(op, 0, leaves_plan=True)
 
-    def _evict(self, op: str, nbytes: int, *, leaves_plan: bool) -> None:
+    def _evict(self, op: str, nbytes: int, *, leaves_plan: bool, is_guess: bool = False) -> None:
         # While a plan is followed, any state rather leaves than that the plan is left.
         choices = [True, False] if is_followed(self._state_moves) else [False]
         while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
@@ -119,5 +122,5 @@ class DeviceLimit:
             ):
                 break
         why = f"{op}: {missing_bytes} bytes are missing"
-        if missing_bytes > 0 and leaves_plan and self._prepare_to_evict(why):
+        if missing_bytes > 0 and leaves_plan and self._prepare_to_evict(why, 0 if is_guess else missing_bytes):
             self._executor.make_room(nbytes, op)

@@ -25,12 +25,15 @@ class MemoryGuard:
 
     Args:
         spare_bytes: of the budget that the plan leaves free, beside what the program holds; negative if it has no room.
+        is_plan_proven: whether a step has followed the plan to its end, within the budget.
     """
 
-    def __init__(self, state: StepState, environment: StepEnvironment, spare_bytes: int = 0) -> None:
+    def __init__(
+        self, state: StepState, environment: StepEnvironment, spare_bytes: int = 0, *, is_plan_proven: bool = True
+    ) -> None:
         ledger = environment.ledger
         self._state = state
-        self._spare_bytes = spare_bytes
+        self._keeps_budget = is_plan_proven and spare_bytes >= 0
         self._device = environment.device
         self._budget_bytes = environment.budget_bytes
         self._list_residents = environment.list_residents
@@ -49,7 +52,7 @@ class MemoryGuard:
     def limit_requests(self) -> None:
         """Have the ledger ask for room, from now on, before a request that goes over the limit of the present phase."""
         phase = self._state.phase
-        self._ledger.set_limit(self.limit_bytes, follows_plan=phase.follows_plan)
+        self._ledger.set_limit(self.limit_bytes, follows_plan=self.is_left_to_plan)
         if self._ledger.scope is None and phase.has_budget:
             moves_state = self._pager is not None and self._pager.is_active
             if not self.is_left_to_plan or moves_state:
@@ -57,8 +60,8 @@ class MemoryGuard:
 
     @property
     def is_left_to_plan(self) -> bool:
-        """True if the plan keeps the budget, so that it is not left for what an op may take."""
-        return self._state.phase.follows_plan and self._spare_bytes >= 0
+        """True if the plan is known to keep the budget, so that it is not left for what an op may take."""
+        return self._state.phase.follows_plan and self._keeps_budget
 
     def lift_limit(self) -> None:
         """Have the allocator refuse nothing that the device has, until `restore_limit`."""

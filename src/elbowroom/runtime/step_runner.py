@@ -59,6 +59,7 @@ class StepRunner:
         environment: of the steps of the room.
         candidates: steps that this one may be, the likeliest first.
         spare_bytes: of the budget that the plan leaves free, beside what the program holds.
+        is_plan_proven: whether a step has followed the plan to its end, within the budget.
         observer: told of all saves, needs and releases.
 
     Attributes:
@@ -73,6 +74,7 @@ class StepRunner:
         *,
         candidates: Sequence[Candidate] = (),
         spare_bytes: int = 0,
+        is_plan_proven: bool = True,
         observer: Observer | None = None,
     ) -> None:
         self.state = make_state(phase, environment, candidates, self)
@@ -85,7 +87,7 @@ class StepRunner:
         # The lock knows which thread holds it: the garbage collector may free packed tensors in the middle of a move.
         self._lock = make_lock()
         self._retired: deque[tuple[int, SavedStorage | None]] = deque()
-        self._guard = MemoryGuard(self.state, environment, spare_bytes)
+        self._guard = MemoryGuard(self.state, environment, spare_bytes, is_plan_proven=is_plan_proven)
         if phase is not Phase.FOLLOWING_PLAN:
             self.state.storages.mark_persistent()
         self._context = StepContext(self.state, environment)
@@ -275,7 +277,7 @@ class StepRunner:
                 return True
             limit_bytes = self._guard.limit_bytes
             what = f"a request of {requested_bytes} bytes"
-            if not self._prepare_to_evict(what):
+            if not self._prepare_to_evict(what, missing_bytes):
                 return False
             missing_bytes -= self._guard.limit_bytes - limit_bytes
             if missing_bytes > 0:
@@ -350,11 +352,16 @@ class StepRunner:
         if self.state.phase.follows_plan and self._observer is None:
             self._saved_tensors.due_tick = self._policy.due_tick
 
-    def _prepare_to_evict(self, what: str) -> bool:
-        """Have the policy decide from now on: there is no room for `what`. Returns False if no budget holds."""
+    def _prepare_to_evict(self, what: str, missing_bytes: int) -> bool:
+        """Have the policy decide from now on: there is no room for `what`. Returns False if no budget holds.
+
+        Args:
+            missing_bytes: for it; 0 if they are only guessed.
+        """
         if not self.state.phase.has_budget:
             return False
         if self.state.phase.follows_plan:
+            self.state.left_for_room, self.state.missing_bytes = True, max(0, missing_bytes)
             self._saved_tensors.leave(f"there is no room for {what}")
         self._drain()
         if self.state.phase is Phase.UNPRESSURED:

@@ -33,6 +33,8 @@ class StepState:
         stuck_bytes: sizes of the storages that the tier below refused, by id, until it has room again.
         refusal: reason for the first refusal by the tier below; "" if there was none.
         recomputed: number of segments replayed.
+        left_for_room: whether the plan was left since something did not fit into the budget.
+        missing_bytes: bytes that did not fit then; 0 if they were only guessed.
         drift: reason why the step matches no candidate; "" while it matches one.
         captures_unknown: whether the step goes on as in CAPTURING if it is unlike any candidate, rather than under the
             online policy.
@@ -51,6 +53,8 @@ class StepState:
     stuck_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
     refusal: str = ""
     recomputed: int = 0
+    left_for_room: bool = False
+    missing_bytes: int = 0
     drift: str = ""
     captures_unknown: bool = False
     is_unlike_any: bool = False
