@@ -9,8 +9,9 @@ import logging
 from elbowroom.errors import Infeasible
 from elbowroom.ir.digest import digest
 from elbowroom.ir.outside import count_outside, set_outside
-from elbowroom.plan_cache import PlanCache
+from elbowroom.plan_cache import PlanCache, list_sizes
 from elbowroom.plan_cache_entry import PlanCacheEntry
+from elbowroom.runtime.step_state import StepState
 
 logger = logging.getLogger(__name__)
 
@@ -72,43 +73,50 @@ class BytesBeside:
             self._idle_steps = 0
             self._plan(entry, base_bytes)
 
-    def note_followed(self, entry: PlanCacheEntry, excess_bytes: int) -> None:
+    def note_followed(self, entry: PlanCacheEntry, peak_bytes: int) -> None:
         """Note that a step that `watch` was called for has followed the plan to its end.
 
         Args:
-            excess_bytes: of its peak, beyond the budget; 0 or less if it was held.
+            peak_bytes: of the step; 0 if not metered.
         """
         self._left_steps = 0
+        excess_bytes = peak_bytes - self._cache.lease.device_bytes
         if excess_bytes <= 0:
             entry.is_proven = True
         else:
             self._learn(entry, excess_bytes)
 
-    def note_left(self, entry: PlanCacheEntry, missing_bytes: int) -> None:
-        """Note that a step that `watch` was called for has left the plan for want of memory.
+    def note_left(self, entry: PlanCacheEntry, state: StepState) -> bool:
+        """Note that a step that `watch` was called for has left the plan. Plan it again if it needs more than forecast.
 
-        A step that does so once may hold something that the others do not.
+        Returns:
+            Whether the next step may be expected to follow the plan of the entry: this one was of its kind, and lacked
+            memory for the first time, or is planned again.
+        """
+        if not state.left_for_room or list(state.saved_tensors.sizes) != list_sizes(entry.planned.trace):
+            return False
+        self._left_steps += 1
+        if self._left_steps < SHORT_STEPS:  # a single step may hold something that the others do not
+            return True
+        self._left_steps = 0
+        return self._learn(entry, state.missing_bytes)
+
+    def _learn(self, entry: PlanCacheEntry, missing_bytes: int) -> bool:
+        """Plan a step again that needs more than was forecast. Return whether a plan fits.
 
         Args:
-            missing_bytes: of the budget; 0 if not known.
+            missing_bytes: of the budget; 0 if they are not known.
         """
-        self._left_steps += 1
-        if self._left_steps == SHORT_STEPS:
-            self._left_steps = 0
-            self._learn(entry, missing_bytes)
-
-    def _learn(self, entry: PlanCacheEntry, missing_bytes: int) -> None:
-        """Plan a step again that needs more than was forecast. If no plan fits, a policy is to help."""
+        if missing_bytes <= 0 or entry.is_agreed:
+            return False
         planned, budget_bytes = entry.planned, self._cache.lease.device_bytes
         excess_bytes = missing_bytes + max(0, planned.count_spare_bytes(budget_bytes, self._live_bytes))
         more_bytes = int(max(GROWTH * missing_bytes, LEAST_GROWTH * budget_bytes))
         base_bytes = self._live_bytes + entry.excess_bytes + excess_bytes
-        if missing_bytes <= 0 or entry.is_agreed:
-            self._cache.expect_changes()
-        elif self._plan(entry, base_bytes + more_bytes) or self._plan(entry, base_bytes):
+        is_planned = self._plan(entry, base_bytes + more_bytes) or self._plan(entry, base_bytes)
+        if is_planned:
             entry.excess_bytes += excess_bytes
-        else:
-            self._cache.expect_changes()
+        return is_planned
 
     def _plan(self, entry: PlanCacheEntry, base_bytes: int) -> bool:
         """Plan a step beside so many bytes. Return whether a plan fits; otherwise the former one stays."""

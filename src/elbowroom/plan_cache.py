@@ -121,7 +121,7 @@ class PlanCache:
             sizes: bytes of each saved storage.
             record: of the step.
         """
-        self.expect_changes()
+        self._steady = 0
         key = hash(tuple(sizes))
         former_seconds = self._seen.pop(key, None)
         seconds = (former_seconds or 0.0) + _count_lost_seconds(record)
@@ -129,10 +129,6 @@ class PlanCache:
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
         return former_seconds is not None and seconds >= self._times.quick_seconds
-
-    def expect_changes(self) -> None:
-        """Have the next steps follow plans under a policy, which decides once they need something else."""
-        self._steady = 0
 
     def improve(self, entry: PlanCacheEntry, record: StepRecord) -> None:
         """Search for a better plan than one that was made quickly, once it may have lost as much time as that takes.

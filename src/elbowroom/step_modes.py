@@ -35,7 +35,6 @@ from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_runner import StepRunner
-from elbowroom.runtime.step_state import StepState
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.tracing.live import LiveCapture
 
@@ -168,17 +167,14 @@ class StepModes:
         runner = self._make_runner(Phase.MANAGED if varies else Phase.FOLLOWING_PLAN, entries, capture)
         step = yield from self._run(runner, meter, capture)
         record, followed = self._settle(entries, step, meter)
-        if capture is None and not varies:
-            if _lacked_room(runner.state, entry):
-                self._beside.note_left(entry, runner.state.missing_bytes)
-            elif followed is entry:
-                self._beside.note_followed(entry, (record.peak_bytes or 0) - self._cache.lease.device_bytes)
         if capture is not None:
             entry.measured_steps += 1
             learn = self._learn if entry.source is Source.ESTIMATED else self._learn_again
             learn(entry, capture, record, is_followed=followed is entry)
         elif followed is entry:
             self._cache.calibrate_time(entry, record)
+            if not varies and not runner.state.left_for_room:
+                self._beside.note_followed(entry, record.peak_bytes or 0)
         if followed is not None and capture is None:
             self._cache.improve(followed, record)
 
@@ -262,7 +258,7 @@ class StepModes:
         if followed is not None:
             followed.activities = activities
             self._cache.record_hit(followed, step.calls)
-        elif state is not None and _lacked_room(state, entries[0]):
+        elif state is not None and self._beside.note_left(entries[0], state):
             pass  # it is of that kind
         elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes, record):
             self._schedule.note_recurrence(is_unlike_any=state is not None and state.is_unlike_any)
@@ -392,11 +388,6 @@ class StepModes:
             entry.source = Source.MEASURED
         else:
             self._cache.record_again(entry, measured)
-
-
-def _lacked_room(state: StepState, entry: PlanCacheEntry) -> bool:
-    """Tell whether a step of an entry's kind has left its plan for want of memory."""
-    return state.left_for_room and list(state.saved_tensors.sizes) == list_sizes(entry.planned.trace)
 
 
 def _explain_no_needs() -> str:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 import elbowroom
 from elbowroom.bytes_beside import IDLE_STEPS, SHORT_STEPS
+from elbowroom.cost.price import price
 from elbowroom.errors import DeviceFull, Infeasible
+from elbowroom.ir.costs import Costs
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.ir.outside import count_outside
+from elbowroom.native import library
 from elbowroom.ops.op_info import describe_op
 from elbowroom.planner.problem import pose
 from elbowroom.room import Room
@@ -167,6 +172,50 @@ def test_a_step_is_planned_again_where_the_program_holds_more(
     assert all(each.mode is Mode.PLANNED for each in records[begin + SHORT_STEPS - 1 :]), told
     assert max(each.peak_bytes or 0 for each in records) <= budget_bytes, told
     assert all(each.offloaded_bytes or each.recomputed for each in records), told
+
+
+def test_a_plan_that_takes_more_than_forecast_is_left_then_made_again(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ops seem to take nothing but their results, so it would go over the budget by a tenth."""
+    name = "resnet50_channels_last"
+    budget_bytes = find_budget(name, 0.3, profile)
+    plain, _ = train(name, None, profile)
+
+    def price_low(*args: Any, **options: Any) -> Costs:
+        costs = price(*args, **options)
+        return dataclasses.replace(costs, workspace_bytes=(0,) * len(costs.workspace_bytes))
+
+    use_fake_card(monkeypatch)
+    monkeypatch.setattr("elbowroom.plan_cache.price", price_low)
+    ours, room = train(name, budget_bytes, profile, manages="activations")
+    assert room is not None
+    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+    records = room.journal().steps
+    told = [(str(each.mode), (each.peak_bytes or 0) / budget_bytes, each.note) for each in records]
+    assert max(each.peak_bytes or 0 for each in records) <= budget_bytes, told
+    first = next(at for at, each in enumerate(records) if each.mode is not Mode.CAPTURE)
+    assert [each.mode for each in records[first:]] == [Mode.DRIFTED] * SHORT_STEPS + [Mode.PLANNED] * 2, told
+    assert all("there is no room for aten." in each.note for each in records[first : first + SHORT_STEPS]), told
+
+
+def test_what_an_op_takes_is_found_again_with_all_of_its_tensors(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights may be missing, and so are arguments of another type. Captures and other steps look it up differently."""
+    rows, width = 48, 1031
+    model = torch.nn.LayerNorm(width)
+    optimizer = torch.optim.SGD(model.parameters())
+    use_fake_card(monkeypatch)
+    batch = torch.randn(rows, width)
+    with elbowroom.fit(model, optimizer, 1 << 24, profile=profile, mode="dynamic") as room, room.step():
+        torch.cat([model(batch), batch]).sum().backward()
+    find_growth = library.load().find_growth
+    statistics = torch.empty(rows, 1)
+    weights = (model.weight, model.bias)
+    assert find_growth("aten.native_layer_norm.default", (batch, *weights)) >= batch.nbytes
+    assert find_growth("aten.native_layer_norm_backward.default", (batch, batch, statistics, statistics, *weights)) > 0
+    assert find_growth("aten.cat.default", (batch, batch)) >= 2 * batch.nbytes
 
 
 def make_wide() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

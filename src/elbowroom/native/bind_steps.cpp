@@ -96,7 +96,7 @@ OpKind unpack_kind(const py::dict& known) {
   kind.is_replayable = get("is_replayable"), kind.is_random = get("is_random");
   kind.is_source = get("is_source");
   kind.is_convolution = get("is_convolution");
-  kind.has_other_ways = get("has_other_ways"), kind.uses_up = get("uses_up");
+  kind.has_other_ways = get("has_other_ways"), kind.uses_up = get("uses_up"), kind.takes_nothing = get("takes_nothing");
   kind.is_sliceable = get("is_sliceable");
   kind.written = known["written"].cast<std::vector<int64_t>>();
   kind.dropout = known["dropout"].cast<int64_t>();

@@ -17,6 +17,7 @@ struct OpKind {
   bool is_traced, is_idle, uses_memory, may_write, is_replayable, is_random, is_source, is_convolution;
   bool has_other_ways;  // it takes another algorithm if it is refused memory
   bool uses_up;  // it changes an argument that nothing reads afterwards, so that it cannot run again
+  bool takes_nothing = false;  // it writes its result to an argument, element by element
   bool is_sliceable = false;  // there is a rule for running it in slices
   bool is_by_item = false;  // it takes lists of tensors of equal length, each item by itself
   std::vector<int64_t> written;  // positions of the arguments that it writes to

@@ -46,7 +46,10 @@ void OpWatch::call(
   };
   try {
     const bool is_sliceable = kind.is_sliceable && slicer_ != nullptr && !(kind.is_by_item && sizes.has_list);
-    run_within_limit(kind.name, sizes, is_repeated, is_sliceable, before, [&] {
+    // An op that is seen for the first time takes about as much as its arguments. If it is repeated after a refusal, it
+    // need not be guessed.
+    const int64_t guess = is_repeated || kind.takes_nothing ? 0 : sizes.nbytes;
+    run_within_limit(kind.name, sizes, guess, is_repeated, is_sliceable, before, [&] {
       retry(kind, written, sizes, next, is_repeated ? &begin_again : nullptr, &before);
     });
   } catch (...) {
@@ -119,11 +122,9 @@ bool OpWatch::is_known_to_fit(const OpKind& kind, const c10::IValue* arguments, 
 }
 
 void OpWatch::run_within_limit(
-    const std::string& name, const Sizes& sizes, bool is_repeated, bool is_sliceable, DeviceBytes& before,
+    const std::string& name, const Sizes& sizes, int64_t guess, bool is_repeated, bool is_sliceable, DeviceBytes& before,
     c10::function_ref<void()> next) {
-  // An op that is seen for the first time takes about as much as its arguments. If it is repeated after a refusal, it
-  // need not be guessed.
-  const Growth growth = find_growth(name, sizes).value_or(Growth{is_repeated ? 0 : sizes.nbytes});
+  const Growth growth = find_growth(name, sizes).value_or(Growth{guess});
   before = count_device_bytes(device_);
   if (before.live + growth.nbytes > limit_bytes) {
     callbacks_.prepare_room(name, growth.nbytes, growth.is_whole, is_sliceable);
@@ -249,7 +250,7 @@ void OpWatch::run_region(
     const Running running(name);
     if (limits_device()) {
       DeviceBytes before;
-      run_within_limit(name, {.nbytes = nbytes}, false, false, before, next);
+      run_within_limit(name, {.nbytes = nbytes}, nbytes, false, false, before, next);
     } else {
       next();
     }

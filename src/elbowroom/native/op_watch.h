@@ -173,7 +173,7 @@ class OpWatch {
   // is refused nothing that the device has. `before` is set to the bytes when it begins; if it is repeated, `next` sets
   // it to those when it began for the last time.
   void run_within_limit(
-      const std::string& name, const Sizes& sizes, bool is_repeated, bool is_sliceable, DeviceBytes& before,
+      const std::string& name, const Sizes& sizes, int64_t guess, bool is_repeated, bool is_sliceable, DeviceBytes& before,
       c10::function_ref<void()> next);
   class Unrefused;
   void lift_limit();

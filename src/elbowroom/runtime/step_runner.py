@@ -353,15 +353,12 @@ class StepRunner:
             self._saved_tensors.due_tick = self._policy.due_tick
 
     def _prepare_to_evict(self, what: str, missing_bytes: int) -> bool:
-        """Have the policy decide from now on: there is no room for `what`. Returns False if no budget holds.
-
-        Args:
-            missing_bytes: for it; 0 if they are only guessed.
-        """
+        """Have the policy decide from now on: there is no room for `what`. Returns False if no budget holds."""
         if not self.state.phase.has_budget:
             return False
         if self.state.phase.follows_plan:
-            self.state.left_for_room, self.state.missing_bytes = True, max(0, missing_bytes)
+            self.state.left_for_room = True
+            self.state.missing_bytes = max(0, missing_bytes)
             self._saved_tensors.leave(f"there is no room for {what}")
         self._drain()
         if self.state.phase is Phase.UNPRESSURED:
