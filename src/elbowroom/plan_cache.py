@@ -301,17 +301,18 @@ class PlanCache:
 
         If two steps in a row differ from the prediction by more than 30 %, the next ones are measured op by op. The
         first ones may be faster than predicted, since a captured step runs in cold memory; after them the corrected
-        forecast is the prediction.
+        forecast is the prediction. Where the host does not wait for ops, its time only tells when it sets the pace.
         """
-        if self._device.type != "cpu":  # where the host does not wait for ops
-            return
+        waits = self._device.type == "cpu"
         seconds = record.seconds - record.stall_seconds
+        if not waits:
+            seconds = max(seconds, entry.predicted_seconds)
         is_settled = len(entry.busy_seconds) > STEPS_THAT_SET_THE_PACE
         if not is_settled:
             entry.busy_seconds.append(seconds)
             if len(entry.busy_seconds) == 1:
                 return  # it ran with cold caches, allocator and spill file
-        if entry.check.fails(seconds, entry.predicted_seconds, only_slower=not is_settled):
+        if waits and entry.check.fails(seconds, entry.predicted_seconds, only_slower=not is_settled):
             if entry.planned.is_plain:  # planning again would change nothing
                 entry.busy_seconds.clear()
                 return

@@ -18,7 +18,7 @@ from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hardware.probe import name_machine
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
-from elbowroom.plan_cache import PlanCache
+from elbowroom.plan_cache import STEPS_THAT_SET_THE_PACE, PlanCache
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.room import Room
 
@@ -139,6 +139,29 @@ def test_ops_that_become_slow_lead_to_one_new_plan(
     train(plain, None, 12)
     train(plain, None, 12)
     assert all(torch.equal(*pair) for pair in zip(job[0].parameters(), plain[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("factor", [0, 3])
+def test_a_host_that_does_not_wait_for_ops_only_shows_that_steps_are_slower(
+    factor: int, profile: HardwareProfile, replans: list[PlanCacheEntry]
+) -> None:
+    """On CUDA, where its time is that of the step only if it sets the pace."""
+    job = make_job()
+    with elbowroom.fit(*job, 3 * ROWS * WIDTH * 4 * LAYERS // 2, profile=profile, min_offload_bytes=1) as room:
+        _Waits.seconds = SLOW_SECONDS
+        train(job, room, 3)
+        assert room.planned is not None and not room.planned.is_plain
+        before = room.planned.forecast.step_seconds
+        room._cache._device = torch.device("cuda")
+        _Waits.seconds = factor * SLOW_SECONDS
+        train(job, room, STEPS_THAT_SET_THE_PACE + 2)
+        after, measured = room.planned.forecast.step_seconds, room.journal().steps[-1].seconds
+        assert not replans
+        assert after > 0.9 * before if factor == 0 else 0.8 * measured < after < 1.25 * measured, (
+            before,
+            after,
+            measured,
+        )
 
 
 def test_what_one_room_measured_prices_the_first_plan_of_the_next(
