@@ -43,6 +43,7 @@ class StateStorage final : public c10::intrusive_ptr_target {
   void refill(const c10::Storage& contents);
   // Whether a table made the record.
   bool belongs_to(const StateTable& table) const;
+
   const c10::StorageImpl* const key;
   const c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   std::atomic<int64_t> nbytes;
