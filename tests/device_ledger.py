@@ -43,6 +43,9 @@ class DeviceLedger(CudaLedger):
         self.memory.scope.limit_bytes = before
         return False
 
+    def reset_peaks(self) -> None:
+        self.memory.scope.reset_peak()
+
     def lift_limit(self) -> None:
         self.lifts += 1
         super().lift_limit()
@@ -95,7 +98,6 @@ def use_device_ledger(monkeypatch: pytest.MonkeyPatch) -> list[DeviceLedger]:
     monkeypatch.setattr("elbowroom.room.make_ledger", make)
     replaced = {
         "get_device_properties": lambda device: Properties(),
-        "reset_peak_memory_stats": lambda device=None: made[-1].memory.scope.reset_peak(),
         "get_per_process_memory_fraction": lambda device=None: fraction,
         "set_per_process_memory_fraction": set_fraction,
         "synchronize": lambda device=None: None,

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from elbowroom.errors import Infeasible, MemoryRefused
+from elbowroom.hooks.kept_peaks import keep_peaks
 from elbowroom.native import library
 
 logger = logging.getLogger(__name__)
@@ -289,6 +290,12 @@ class CudaLedger:
         """
         allocated, peak, reserved, reserved_peak = self._native.count_device_bytes(self._name)
         return allocated, peak, reserved, reserved_peak
+
+    def reset_peaks(self) -> None:
+        """Reset the allocator's peaks. Those that the program reads stay."""
+        _, allocated_peak, _, reserved_peak = self.count_bytes()
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        keep_peaks().reset(index, {"allocated_bytes": allocated_peak, "reserved_bytes": reserved_peak})
 
     def take_recent_peak(self) -> int:
         return self.live_bytes  # the allocator keeps one peak, which the step's meter resets and reads

@@ -196,14 +196,14 @@ class CudaMeter:
         pass  # the allocator counts everything
 
     def start(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._ledger.reset_peaks()
         self.base_bytes = self._ledger.live_bytes
 
     def begin_op(self) -> tuple[Any, int]:
         self._note_peak()
         # What comes back or leaves during the op is no workspace of it. Most of it does so at the beginning.
         before = self._ledger.live_bytes - self._ledger.moved_bytes
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._ledger.reset_peaks()
         begin = torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self._device):
             # A device that waits for the host would measure the launch, which in an unmeasured step overlaps with

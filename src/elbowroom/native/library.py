@@ -87,7 +87,7 @@ def is_built(extension: Extension, folder: pathlib.Path | None = None) -> bool:
 
 
 def build_library(extension: Extension, folder: pathlib.Path | None = None) -> pathlib.Path:
-    """Return an extension's file, compiling it if needed, which takes one to two minutes and 1.5 GiB.
+    """Return an extension's file, compiling it if needed, which takes one to two minutes and 2.2 GiB.
 
     Raises:
         UsageError: no compiler was found, compilation fails, this PyTorch or Python is not supported, or other users
