@@ -28,7 +28,7 @@ class DeviceLedger(CudaLedger):
         self.refusals = 0
         self.lifts = 0
         super().__init__(device)
-        library.load().set_count_device_bytes(self._count)
+        library.load().replace_device_counts(self._count, self.memory.scope.reset_peak)
 
     def _count(self) -> tuple[int, int, int, int]:
         live_bytes, peak_bytes = self.memory.live_bytes, self.memory.scope.peak_bytes
@@ -43,9 +43,6 @@ class DeviceLedger(CudaLedger):
         self.memory.scope.limit_bytes = before
         return False
 
-    def reset_peaks(self) -> None:
-        self.memory.scope.reset_peak()
-
     def lift_limit(self) -> None:
         self.lifts += 1
         super().lift_limit()
@@ -59,7 +56,7 @@ class DeviceLedger(CudaLedger):
         self.memory.trim()
 
     def close(self) -> None:
-        library.load().set_count_device_bytes(None)
+        library.load().replace_device_counts(None, None)
         self.memory.close()
 
     def _refuse(self, requested_bytes: int, missing_bytes: int) -> bool:

@@ -218,6 +218,31 @@ def test_what_an_op_takes_is_found_again_with_all_of_its_tensors(
     assert find_growth("aten.cat.default", (batch, batch)) >= 2 * batch.nbytes
 
 
+@torch.library.custom_op("elbowroom_tests::halve_widely", mutates_args=())
+def halve_widely(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x] * 8).sum(0) / 16
+
+
+halve_widely.register_autograd(lambda context, gradient: gradient / 2)
+
+
+def test_what_an_op_takes_is_measured_below_earlier_peaks(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator's peak is reset before ops that are new. That of the step, and of the program, is not."""
+    weight = torch.nn.Parameter(torch.randn(1 << 10, 79))
+    use_fake_card(monkeypatch)
+    optimizer = torch.optim.SGD([weight])
+    model = torch.nn.ParameterList([weight])
+    with elbowroom.fit(model, optimizer, 1 << 26, profile=profile, mode="dynamic") as room, room.step():
+        torch.zeros(1 << 23)
+        halve_widely(weight * 2).sum().backward()
+    found = library.load().find_growth("elbowroom_tests.halve_widely.default", (weight,))
+    assert 9 * weight.nbytes <= found <= 11 * weight.nbytes
+    peak_bytes = room.journal().steps[-1].peak_bytes
+    assert peak_bytes is not None and (1 << 25) <= peak_bytes < (1 << 25) + 20 * weight.nbytes
+
+
 def make_wide() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 8))

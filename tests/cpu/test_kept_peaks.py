@@ -1,73 +1,93 @@
-"""Peaks of an allocator that a room's meter resets in each step, as the program reads them."""
+"""Peaks of an allocator that rooms reset to measure steps and ops, as the program and the steps read them."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from elbowroom.hooks.kept_peaks import READERS, RESETTERS, KeptPeaks
-from elbowroom.hooks.ledger import CudaLedger
+from elbowroom.hooks.kept_peaks import READERS, RESETTERS, wrap_bindings
+from elbowroom.native import library
+
+DEVICE = "cuda:3"
 
 
 class Allocator:
-    """Counts bytes of two devices, behind the names of PyTorch's bindings."""
+    """Counts the bytes of a device, behind the names of PyTorch's bindings."""
 
     def __init__(self) -> None:
-        self.live, self.peaks = [0, 0], [0, 0]
+        self.live = self.peak = 0
+        self.bindings: Any = types.SimpleNamespace(
+            **dict.fromkeys(READERS, lambda _: self.read()), **dict.fromkeys(RESETTERS, lambda _: self.reset())
+        )
 
-    def hold(self, device: int, nbytes: int) -> None:
-        self.live[device] = nbytes
-        self.peaks[device] = max(nbytes, self.peaks[device])
+    def hold(self, *counts: int) -> None:
+        for nbytes in counts:
+            self.live = nbytes
+            self.peak = max(nbytes, self.peak)
 
-    def read(self, device: int) -> dict[str, Any]:
-        counts = {"current": self.live[device], "peak": self.peaks[device]}
-        return {"allocated_bytes": {"all": dict(counts)}, "reserved_bytes": {"all": dict(counts)}, "num_ooms": 0}
+    def count(self) -> tuple[int, int, int, int]:
+        return self.live, self.peak, self.live + 5, self.peak + 5
 
-    def reset(self, device: int) -> None:
-        self.peaks[device] = self.live[device]
+    def read(self) -> dict[str, Any]:
+        live, peak, reserved, reserved_peak = self.count()
+        return {
+            "allocated_bytes": {"all": {"current": live, "peak": peak}},
+            "reserved_bytes": {"all": {"current": reserved, "peak": reserved_peak}},
+            "num_ooms": 0,
+        }
 
-    def make_bindings(self) -> Any:
-        readers = dict.fromkeys(READERS, self.read)
-        return types.SimpleNamespace(**readers, **dict.fromkeys(RESETTERS, self.reset))
+    def reset(self) -> None:
+        self.peak = self.live
+
+    def read_peaks(self) -> set[tuple[int, int]]:
+        """Pairs of peaks that the bindings return."""
+        found = [getattr(self.bindings, name)(3) for name in READERS]
+        return {(each["allocated_bytes"]["all"]["peak"], each["reserved_bytes"]["all"]["peak"]) for each in found}
 
 
-def read_peak(bindings: Any, device: int) -> list[int]:
-    return [getattr(bindings, name)(device)["allocated_bytes"]["all"]["peak"] for name in READERS]
+@pytest.fixture
+def allocator() -> Iterator[Allocator]:
+    made, native = Allocator(), library.load()
+    wrap_bindings(made.bindings)
+    native.replace_device_counts(made.count, made.reset)
+    yield made
+    native.forget_program_peaks(DEVICE)
+    native.begin_peaks(DEVICE)
+    native.replace_device_counts(None, None)
 
 
-def test_the_program_reads_the_highest_peak_since_it_has_reset_them() -> None:
-    allocator = Allocator()
-    bindings = allocator.make_bindings()
-    kept = KeptPeaks(bindings)
+def test_the_program_reads_the_highest_peak_since_it_has_reset_them(allocator: Allocator) -> None:
+    native = library.load()
     for nbytes in (500, 300):  # two steps
-        kept.reset(0, {"allocated_bytes": allocator.peaks[0], "reserved_bytes": allocator.peaks[0]})
-        allocator.hold(0, nbytes)
-        allocator.hold(0, 100)
-    assert allocator.peaks[0] == 300 and read_peak(bindings, 0) == [500, 500]
-    assert bindings._cuda_memoryStats(0)["allocated_bytes"]["all"]["current"] == 100
-    assert bindings._cuda_memoryStats(0)["num_ooms"] == 0
-    allocator.hold(0, 700)
-    assert read_peak(bindings, 0) == [700, 700]
-    allocator.hold(1, 50)
-    assert read_peak(bindings, 1) == [50, 50]
-    allocator.hold(0, 100)
+        native.begin_peaks(DEVICE)
+        allocator.hold(nbytes, 100)
+    assert allocator.peak == 300 and allocator.read_peaks() == {(500, 505)}
+    found = allocator.bindings._cuda_memoryStats(3)
+    assert found["allocated_bytes"]["all"]["current"] == 100 and found["num_ooms"] == 0
+    allocator.hold(700)
+    assert allocator.read_peaks() == {(700, 705)}
     for name in RESETTERS:
-        kept.reset(0, {"allocated_bytes": 700})
-        getattr(bindings, name)(0)
-        assert read_peak(bindings, 0) == [100, 100]
+        native.reset_peaks(DEVICE)
+        getattr(allocator.bindings, name)(3)
+        allocator.hold(90)
+        allocator.reset()
+        assert allocator.read_peaks() == {(90, 95)}
+        allocator.hold(700)
 
 
-def test_a_ledger_keeps_what_its_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = Allocator()
-    bindings = allocator.make_bindings()
-    kept = KeptPeaks(bindings)
-    monkeypatch.setattr("elbowroom.hooks.ledger.keep_peaks", lambda: kept)
-    ledger = object.__new__(CudaLedger)
-    ledger._device = torch.device("cuda", 1)
-    monkeypatch.setattr(CudaLedger, "count_bytes", lambda _: (10, 800, 20, 900))
-    ledger.reset_peaks()
-    found = bindings._cuda_memoryStats(1)
-    assert [found[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes")] == [800, 900]
+def test_peaks_of_a_step_include_those_before_an_op_was_measured(allocator: Allocator) -> None:
+    native = library.load()
+    allocator.hold(900)
+    allocator.hold(50)
+    native.begin_peaks(DEVICE)
+    allocator.hold(400, 60)
+    native.reset_peaks(DEVICE)
+    allocator.hold(200, 60)
+    assert allocator.peak == 200
+    assert list(native.find_step_peaks(DEVICE)) == [400, 405]
+    native.begin_peaks(DEVICE)
+    assert list(native.find_step_peaks(DEVICE)) == [0, 0] and allocator.peak == 60
+    assert allocator.read_peaks() == {(900, 905)}

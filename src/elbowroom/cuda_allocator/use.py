@@ -221,7 +221,10 @@ def _answer_statistics(memory: Memory) -> None:
             counts.allocated_bytes, counts.allocated_peak_bytes, counts.reserved_bytes, counts.reserved_peak_bytes
         )  # fmt: skip
 
-    library.load().set_count_device_bytes(count_bytes)
+    def reset_peaks() -> None:
+        memory.reset_peaks(torch.cuda.current_device())
+
+    library.load().replace_device_counts(count_bytes, reset_peaks)
     bindings._cuda_memoryStats = lambda device: nest_statistics(memory.count(device))
     bindings._cuda_resetPeakMemoryStats = memory.reset_peaks
     bindings._cuda_resetAccumulatedMemoryStats = lambda device: None  # accumulated statistics are not counted

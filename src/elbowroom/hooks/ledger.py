@@ -260,6 +260,7 @@ class CudaLedger:
     scope = None
 
     def __init__(self, device: torch.device) -> None:
+        keep_peaks()
         self._native = library.load()
         self._device, self._name = device, str(device)
         self._total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -291,11 +292,19 @@ class CudaLedger:
         allocated, peak, reserved, reserved_peak = self._native.count_device_bytes(self._name)
         return allocated, peak, reserved, reserved_peak
 
+    def read_peaks(self) -> tuple[int, int]:
+        """Return the peaks of the allocated and of the reserved bytes since `begin_peaks`."""
+        _, allocated, _, reserved = self.count_bytes()
+        kept_allocated, kept_reserved = self._native.find_step_peaks(self._name)
+        return max(allocated, kept_allocated), max(reserved, kept_reserved)
+
+    def begin_peaks(self) -> None:
+        """Begin with new peaks. Those that the program reads stay."""
+        self._native.begin_peaks(self._name)
+
     def reset_peaks(self) -> None:
-        """Reset the allocator's peaks. Those that the program reads stay."""
-        _, allocated_peak, _, reserved_peak = self.count_bytes()
-        index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        keep_peaks().reset(index, {"allocated_bytes": allocated_peak, "reserved_bytes": reserved_peak})
+        """Reset the allocator's peaks, for what runs next. Those of `read_peaks` go on."""
+        self._native.reset_peaks(self._name)
 
     def take_recent_peak(self) -> int:
         return self.live_bytes  # the allocator keeps one peak, which the step's meter resets and reads

@@ -196,11 +196,10 @@ class CudaMeter:
         pass  # the allocator counts everything
 
     def start(self) -> None:
-        self._ledger.reset_peaks()
+        self._ledger.begin_peaks()
         self.base_bytes = self._ledger.live_bytes
 
     def begin_op(self) -> tuple[Any, int]:
-        self._note_peak()
         # What comes back or leaves during the op is no workspace of it. Most of it does so at the beginning.
         before = self._ledger.live_bytes - self._ledger.moved_bytes
         self._ledger.reset_peaks()
@@ -224,12 +223,7 @@ class CudaMeter:
     def stop(self) -> None:
         if self.is_detailed:
             torch.cuda.synchronize(self._device)  # `elapsed_time` needs completed events
-        self._note_peak()
-
-    def _note_peak(self) -> None:
-        _, peak_bytes, _, reserved_bytes = self._ledger.count_bytes()
-        self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        self.resident_bytes = max(self.resident_bytes, reserved_bytes)
+        self.peak_bytes, self.resident_bytes = self._ledger.read_peaks()
 
     def op_seconds(self) -> tuple[float, ...]:
         return tuple(begin.elapsed_time(end) * 1e-3 for begin, end in self._spans)

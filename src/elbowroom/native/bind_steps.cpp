@@ -275,18 +275,39 @@ void bind_watch(py::module_& module) {
           [](OpWatch& watch, int64_t nbytes) { watch.limit_bytes = nbytes; });
   module.def("set_watchers", &set_watchers, py::arg("watchers"), "Set the watchers that run every op of this thread.");
   module.def(
-      "set_count_device_bytes",
-      [](const py::object& count) {
-        if (count.is_none()) return set_count_device_bytes(nullptr);
-        PyObject* const callable = py::object(count).release().ptr();  // never freed: a thread may be calling it
-        set_count_device_bytes([callable] {
+      "replace_device_counts",
+      [](const py::object& count, const py::object& reset_peaks) {
+        if (count.is_none()) return replace_device_counts(nullptr, nullptr);
+        PyObject* const counts = py::object(count).release().ptr();  // never freed: a thread may be calling it
+        PyObject* const resets = py::object(reset_peaks).release().ptr();
+        const auto count_bytes = [counts] {
           const PythonCall call;
-          const py::object found = call.make([&] { return py::handle(callable)(); });
+          const py::object found = call.make([&] { return py::handle(counts)(); });
           const auto [live, peak, reserved, reserved_peak] = found.cast<std::array<int64_t, 4>>();
           return DeviceBytes{live, peak, reserved, reserved_peak};
-        });
+        };
+        const auto reset = [resets] {
+          const PythonCall call;
+          call.make([&] { return py::handle(resets)(); });
+        };
+        replace_device_counts(count_bytes, reset);
       },
-      py::arg("count"), "Set a function that counts instead of the device's allocator, as `count_device_bytes` does; None to unset.");
+      py::arg("count"), py::arg("reset_peaks"), "Set functions that count, as `count_device_bytes` does, and that reset the peaks, instead of the device's allocator; None to unset.");
+  const auto find_kept = [](const std::string& device, PeakReader reader) {
+    const DevicePeaks found = find_kept_peaks(c10::Device(device), reader);
+    return std::array{found.allocated, found.reserved};
+  };
+  module.def(
+      "begin_peaks",
+      [](const std::string& device) {
+        reset_device_peaks(c10::Device(device));
+        forget_kept_peaks(c10::Device(device), PeakReader::STEP);
+      },
+      py::arg("device"), "Begin to measure the peaks of a step. Those that the program reads go on.");
+  module.def("reset_peaks", [](const std::string& device) { reset_device_peaks(c10::Device(device)); }, py::arg("device"), "Reset the peaks of a device's allocator, to measure what runs next; those of the step and of the program go on.");
+  module.def("find_step_peaks", [find_kept](const std::string& device) { return find_kept(device, PeakReader::STEP); }, py::arg("device"), "Return the peaks of allocated and reserved bytes of a step, from before the allocator's were reset.");
+  module.def("find_program_peaks", [find_kept](const std::string& device) { return find_kept(device, PeakReader::PROGRAM); }, py::arg("device"), "Return the peaks since `forget_program_peaks`, from before the allocator's were reset.");
+  module.def("forget_program_peaks", [](const std::string& device) { forget_kept_peaks(c10::Device(device), PeakReader::PROGRAM); }, py::arg("device"), "Forget those peaks.");
   module.def(
       "find_growth",
       [](const std::string& op, const std::vector<at::Tensor>& tensors) {

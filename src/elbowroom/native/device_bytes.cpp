@@ -16,23 +16,62 @@ namespace {
 
 constexpr size_t MOST_KNOWN = 1 << 16;
 
-std::function<DeviceBytes()> replacement;  // NOLINT: set before the first step
+std::function<DeviceBytes()> count_replacement;  // NOLINT: set before the first step
+std::function<void()> reset_replacement;  // NOLINT: likewise
+std::mutex peaks_mutex;
+std::map<std::pair<c10::DeviceIndex, PeakReader>, DevicePeaks> kept_peaks;  // NOLINT
 std::mutex growth_mutex;
 std::map<std::tuple<std::string, int64_t, size_t>, Growth> growth;  // NOLINT: by op and sizes of its arguments
 
 }  // namespace
 
+namespace {
+
+c10::Device complete(c10::Device device) {
+  const bool is_complete = device.has_index() || device.is_cpu();
+  return is_complete ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
+}  // namespace
+
 DeviceBytes count_device_bytes(c10::Device device) {
-  if (replacement) return replacement();
+  if (count_replacement) return count_replacement();
   using c10::CachingAllocator::StatType;
-  if (!device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
+  device = complete(device);
   const auto counts = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
   constexpr auto ALL = static_cast<size_t>(StatType::AGGREGATE);
   const auto &allocated = counts.allocated_bytes[ALL], &reserved = counts.reserved_bytes[ALL];
   return {allocated.current, allocated.peak, reserved.current, reserved.peak};
 }
 
-void set_count_device_bytes(std::function<DeviceBytes()> count) { replacement = std::move(count); }
+void replace_device_counts(std::function<DeviceBytes()> count, std::function<void()> reset_peaks) {
+  count_replacement = std::move(count);
+  reset_replacement = std::move(reset_peaks);
+}
+
+void reset_device_peaks(c10::Device device) {
+  device = complete(device);
+  const DeviceBytes counts = count_device_bytes(device);
+  {
+    const std::lock_guard<std::mutex> guard(peaks_mutex);
+    for (const PeakReader reader : {PeakReader::STEP, PeakReader::PROGRAM}) {
+      DevicePeaks& kept = kept_peaks[{device.index(), reader}];
+      kept = {std::max(kept.allocated, counts.peak), std::max(kept.reserved, counts.reserved_peak)};
+    }
+  }
+  if (reset_replacement) return reset_replacement();
+  c10::getDeviceAllocator(device.type())->resetPeakStats(device.index());
+}
+
+DevicePeaks find_kept_peaks(c10::Device device, PeakReader reader) {
+  const std::lock_guard<std::mutex> guard(peaks_mutex);
+  return kept_peaks[{complete(device).index(), reader}];
+}
+
+void forget_kept_peaks(c10::Device device, PeakReader reader) {
+  const std::lock_guard<std::mutex> guard(peaks_mutex);
+  kept_peaks.erase({complete(device).index(), reader});
+}
 
 int64_t count_taken(const DeviceBytes& before, const DeviceBytes& after) {
   // A peak is of this op unless there was one as high before; a lower one was reset when the op began.

@@ -20,8 +20,21 @@ struct DeviceBytes {
 // Of a device; without an index, of the current one of its type.
 DeviceBytes count_device_bytes(c10::Device device);
 
-// Sets a function that counts instead of the device's allocator.
-void set_count_device_bytes(std::function<DeviceBytes()> count);
+// Sets functions that count, and reset the peaks, instead of the device's allocator.
+void replace_device_counts(std::function<DeviceBytes()> count, std::function<void()> reset_peaks);
+
+struct DevicePeaks {
+  int64_t allocated = 0, reserved = 0;
+};
+
+// Who reads peaks, and decides when they begin anew.
+enum class PeakReader { STEP, PROGRAM };
+
+// Resets the peaks of a device's allocator, to measure what runs next. They are kept for their readers.
+void reset_device_peaks(c10::Device device);
+// The highest peaks from before they were reset, since the reader has last had them forgotten.
+DevicePeaks find_kept_peaks(c10::Device device, PeakReader reader);
+void forget_kept_peaks(c10::Device device, PeakReader reader);
 
 // What an op has taken at once, as far as that is known.
 int64_t count_taken(const DeviceBytes& before, const DeviceBytes& after);

@@ -42,6 +42,7 @@ void OpWatch::call(
   DeviceBytes before;
   const std::function<void()> begin_again = [&] {
     (*restore)();
+    reset_device_peaks(device_);
     before = count_device_bytes(device_);
   };
   try {
@@ -128,6 +129,10 @@ void OpWatch::run_within_limit(
   before = count_device_bytes(device_);
   if (before.live + growth.nbytes > limit_bytes) {
     callbacks_.prepare_room(name, growth.nbytes, growth.is_whole, is_sliceable);
+    before = count_device_bytes(device_);
+  }
+  if (!growth.is_whole && sizes.nbytes > 0) {  // it is measured
+    reset_device_peaks(device_);
     before = count_device_bytes(device_);
   }
   const Unrefused unrefused(*this, is_repeated, growth.is_whole);
