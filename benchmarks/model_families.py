@@ -140,15 +140,33 @@ def build(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Step]:
     return model, optimizer, step
 
 
-def build_small(kind: str, family: str) -> tuple[torch.nn.Module, tuple[int, ...] | None, int]:
-    """Make a small model of a configuration."""
-    transformers = _packages.import_package("transformers")
-    config = transformers.AutoConfig.for_model(family)
+def shrink(config: Any) -> None:
+    """Make the settings of a configuration, and of those that it consists of, small."""
     for key, value in SMALL.items():
         with contextlib.suppress(Exception):
             if isinstance(getattr(config, key, None), int):
                 setattr(config, key, value)
-    config = type(config)(**{key: getattr(config, key) for key in SMALL if isinstance(getattr(config, key, None), int)})
+    for name in getattr(config, "sub_configs", None) or ():
+        part = getattr(config, name, None)
+        if hasattr(part, "to_dict"):
+            shrink(part)
+            kept = {key: getattr(part, key) for key in SMALL if isinstance(getattr(part, key, None), int)}
+            with contextlib.suppress(Exception):
+                made = type(part)(**kept)
+                for key, value in vars(part).items():  # those that the whole has set
+                    if not hasattr(made, key):
+                        setattr(made, key, value)
+                setattr(config, name, made)
+
+
+def build_small(kind: str, family: str) -> tuple[torch.nn.Module, tuple[int, ...] | None, int]:
+    """Make a small model of a configuration."""
+    transformers = _packages.import_package("transformers")
+    config = transformers.AutoConfig.for_model(family)
+    shrink(config)
+    if not getattr(config, "sub_configs", None):  # else what depends on the settings is made anew in each of its parts
+        kept = {key: getattr(config, key) for key in SMALL if isinstance(getattr(config, key, None), int)}
+        config = type(config)(**kept)
     makers = {
         "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM",
         "image": "AutoModelForImageClassification",

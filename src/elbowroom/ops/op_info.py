@@ -33,7 +33,9 @@ def describe_op(name: str, overload: str) -> dict[str, Any]:
         # cuDNN takes another algorithm, with other last bits, where it is refused a workspace.
         "has_other_ways": "convolution" in func._opname,
         "uses_up": func._opname in ("_cudnn_rnn_backward", "miopen_rnn_backward"),  # the reserve of the forward pass
-        "takes_nothing": bool(written) and (torch.Tag.pointwise in func.tags or func._opname in ("zero_", "fill_")),
+        # Not those with `out=`, which may be resized.
+        "takes_nothing": func._opname.endswith("_")
+        and (torch.Tag.pointwise in func.tags or func._opname in ("zero_", "fill_")),
         "dropout": arguments.index("dropout_p") if is_attention and "dropout_p" in arguments else -1,
         "statistics": [mean, variance, -1 if training is None else training],
     }
