@@ -116,13 +116,18 @@ torch.cuda.reset_accumulated_memory_stats(0)
 assert torch.cuda.max_memory_allocated(0) == 0
 assert "GPU reserved memory" in torch.cuda.memory_summary(0)
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(total_memory=1 << 30)
-meter = CudaMeter(device, CudaLedger(device))
+meter = CudaMeter(device, CudaLedger(device), is_detailed=False)
 meter.start()
 with arena.step():
     train()
-meter._note_peak()
+meter.stop()
 peak = sum(-(-1000 * (index % 7 + 1) // 512) * 512 for index in range(40)) + 5120
 assert meter.peak_bytes == peak and meter.resident_bytes == arena.count().reserved_bytes
+meter.start()
+meter.stop()
+assert meter.peak_bytes == 0 and torch.cuda.max_memory_allocated(0) == peak, "the program reads on"
+torch.cuda.reset_peak_memory_stats(0)
+assert torch.cuda.max_memory_allocated(0) == 0
 
 # PyTorch's other requests.
 function = ctypes.CFUNCTYPE(None)
