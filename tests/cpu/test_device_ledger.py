@@ -55,6 +55,9 @@ def test_ops_that_must_not_be_refused_are_known() -> None:
     assert describe_op("aten::convolution_backward", "")["has_other_ways"]
     assert describe_op("aten::convolution", "")["has_other_ways"]
     assert describe_op("aten::_cudnn_rnn_backward", "")["uses_up"]
+    taking = [describe_op(f"aten::{name}", kind)["takes_nothing"] for name, kind in (("add_", "Tensor"), ("zero_", ""))]
+    assert all(taking)
+    assert not describe_op("aten::add", "out")["takes_nothing"] and not describe_op("aten::copy_", "")["takes_nothing"]
     product = describe_op("aten::mm", "")
     assert not product["has_other_ways"] and not product["uses_up"]
 

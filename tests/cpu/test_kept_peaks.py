@@ -91,3 +91,13 @@ def test_peaks_of_a_step_include_those_before_an_op_was_measured(allocator: Allo
     native.begin_peaks(DEVICE)
     assert list(native.find_step_peaks(DEVICE)) == [0, 0] and allocator.peak == 60
     assert allocator.read_peaks() == {(900, 905)}
+
+
+@pytest.mark.parametrize("name", RESETTERS)
+def test_a_step_keeps_its_peak_if_the_program_resets_its_own(allocator: Allocator, name: str) -> None:
+    native = library.load()
+    native.begin_peaks(DEVICE)
+    allocator.hold(400, 60)
+    getattr(allocator.bindings, name)(3)
+    assert allocator.read_peaks() == {(60, 65)}
+    assert list(native.find_step_peaks(DEVICE)) == [400, 405]

@@ -43,5 +43,7 @@ def _read(read: Callable[[int], Any], index: int) -> Any:
 
 
 def _reset(reset: Callable[[int], None], index: int) -> None:
-    library.load().forget_program_peaks(f"cuda:{index}")
+    native, device = library.load(), f"cuda:{index}"
+    native.reset_peaks(device)  # the running step keeps its peak
+    native.forget_program_peaks(device)
     reset(index)
