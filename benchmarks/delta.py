@@ -37,7 +37,7 @@ from league import DEFAULT_CACHE, MODELS, Slice, read_results, save_results
 import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.hardware.shipped import load_shipped
-from elbowroom.hooks.ledger import CpuLedger
+from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.problem import pose
 from elbowroom.residency.access_history import AccessHistory

@@ -30,7 +30,7 @@ from profiler_meter import ProfilerMeter
 from step_time import measure_peak
 
 import elbowroom
-from elbowroom.hooks.ledger import CpuLedger
+from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.workloads import Workload
 

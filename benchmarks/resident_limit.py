@@ -41,7 +41,7 @@ from processes import PartFailed, count_faults, run_apart
 from writing import write_results
 
 import elbowroom
-from elbowroom.hooks.ledger import CpuLedger
+from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.hooks.meter import read_resident_peak, reset_resident_peak
 from elbowroom.native import library
 from elbowroom.units import format_bytes

@@ -34,7 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from writing import write_results
 
 import elbowroom
-from elbowroom.hooks.ledger import NO_LIMIT, CpuLedger
+from elbowroom.hooks.cpu_ledger import CpuLedger
+from elbowroom.hooks.ledger import NO_LIMIT
 from elbowroom.planner.problem import pose
 from elbowroom.units import format_bytes
 from elbowroom.workloads import Workload, build

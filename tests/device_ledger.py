@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from elbowroom.hooks.ledger import CpuLedger, CudaLedger, MakeRoom
+from elbowroom.hooks.cpu_ledger import CpuLedger
+from elbowroom.hooks.cuda_ledger import CudaLedger
+from elbowroom.hooks.ledger import MakeRoom
 from elbowroom.native import library
 
 WHOLE_BYTES = 1 << 40

@@ -6,7 +6,8 @@ import logging
 
 import torch
 
-from elbowroom.hooks.ledger import CpuLedger, CudaLedger
+from elbowroom.hooks.cpu_ledger import CpuLedger
+from elbowroom.hooks.cuda_ledger import CudaLedger
 from elbowroom.hooks.meter import Meter, make_meter
 from elbowroom.ir.journal import Journal, Mode, StepRecord
 from elbowroom.runtime.journal_writer import JournalWriter

@@ -20,7 +20,7 @@ from elbowroom.errors import Infeasible, UsageError
 from elbowroom.hardware.memory import cut_blocks_to_size, parse_budget
 from elbowroom.hooks.attachment import attach_mark, is_marked, remove_mark
 from elbowroom.hooks.exposed_memory import note_exposures
-from elbowroom.hooks.ledger import make_ledger
+from elbowroom.hooks.ledgers import make_ledger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.learned import from_state, to_state

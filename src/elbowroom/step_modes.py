@@ -16,8 +16,9 @@ from elbowroom.agreed_plans import AgreedPlans, CapturedStep
 from elbowroom.bytes_beside import BytesBeside
 from elbowroom.capture_schedule import CaptureSchedule
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
+from elbowroom.hooks.cpu_ledger import CpuLedger
+from elbowroom.hooks.cuda_ledger import CudaLedger
 from elbowroom.hooks.input_guard import Inputs
-from elbowroom.hooks.ledger import CpuLedger, CudaLedger
 from elbowroom.hooks.meter import Meter
 from elbowroom.ir.costs import Measurements
 from elbowroom.ir.digest import digest
@@ -266,7 +267,8 @@ class StepModes:
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
         job = self._job
-        return LiveCapture(job.name, job.device, job.model, job.optimizers, meter)
+        is_first = self._metering.steps == 0
+        return LiveCapture(job.name, job.device, job.model, job.optimizers, meter, is_first=is_first)
 
     def _make_runner(
         self, phase: Phase, entries: Sequence[PlanCacheEntry] = (), capture: LiveCapture | None = None

@@ -70,7 +70,7 @@ def expect_valid_plans(strategy: str, trace: Trace, costs: Costs, share: float) 
     assert forecast.peak_bytes <= budget_bytes
     assert (made.strategy, made.budget_bytes, made.trace_digest) == (strategy, budget_bytes, costs.trace_digest)
     assert forecast.step_seconds >= plain.step_seconds - 1e-12
-    follow(trace, Machine(plan_policy.Policy(made), made.segments))
+    follow(trace, Machine(plan_policy.Policy(plan_policy.list_moves(made)), made.segments))
     again = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
     assert again == made
 

@@ -20,7 +20,7 @@ from torch import nn
 import elbowroom
 from elbowroom import plan_cache
 from elbowroom.errors import ElbowroomError, Infeasible, UsageError
-from elbowroom.hooks.ledger import CpuLedger
+from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.native import library
@@ -134,7 +134,7 @@ def count_live(room: Room) -> int:
 FAILING = """
 import ctypes, sys, logging, warnings
 import elbowroom
-from elbowroom.hooks.ledger import CpuLedger
+from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.ir.hardware import HardwareProfile
 from tests.cpu.test_bad_luck import Job, fail_at_every_request
 warnings.simplefilter("ignore"), logging.disable(logging.WARNING)

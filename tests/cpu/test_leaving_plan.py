@@ -13,7 +13,7 @@ from torch import nn
 import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.hooks.input_guard import Inputs, observe_inputs
-from elbowroom.hooks.ledger import make_ledger
+from elbowroom.hooks.ledgers import make_ledger
 from elbowroom.ir.events import StorageNeeded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode

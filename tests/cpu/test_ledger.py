@@ -19,7 +19,8 @@ import elbowroom
 from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.errors import Infeasible, MemoryRefused
 from elbowroom.hooks import meter
-from elbowroom.hooks.ledger import NO_LIMIT, CpuLedger
+from elbowroom.hooks.cpu_ledger import CpuLedger
+from elbowroom.hooks.ledger import NO_LIMIT
 from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
@@ -288,7 +289,7 @@ def test_a_fork_while_others_allocate(ledger: CpuLedger) -> None:
 SCRIPT = """
 import torch
 import elbowroom
-from elbowroom.hooks.ledger import CpuLedger
+from elbowroom.hooks.cpu_ledger import CpuLedger
 ledger = CpuLedger()
 ledger.scope.limit_bytes = 1
 ledger.counting(1, lambda requested, missing: False).__enter__()  # and is never left

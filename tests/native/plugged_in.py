@@ -19,7 +19,7 @@ import torch
 import elbowroom
 from elbowroom.cuda_allocator import use
 from elbowroom.errors import UsageError
-from elbowroom.hooks.ledger import CudaLedger
+from elbowroom.hooks.cuda_ledger import CudaLedger
 from elbowroom.hooks.meter import CudaMeter
 
 runtime = ctypes.CDLL(sys.argv[1])

@@ -337,7 +337,7 @@ def test_whatever_passes_can_be_carried_out(data: some.DataObject, job: tuple[Tr
         check(trace, shaken)
     except TraceError:
         return
-    follow(trace, Machine(plan_policy.Policy(shaken), shaken.segments))
+    follow(trace, Machine(plan_policy.Policy(plan_policy.list_moves(shaken)), shaken.segments))
     forecast = simulate(trace, costs, shaken)
     assert forecast.peak_bytes > 0
     assert min(forecast.live_bytes) >= 0

@@ -239,7 +239,7 @@ def test_moves_of_a_plan_come_at_the_first_event_at_or_after_their_tick() -> Non
         trace_digest="", strategy="", budget_bytes=0, segments=(),
         decisions=(keep, decide(2, 3, 5, 10), decide(3, 3, 6, 10), drop)
     )  # fmt: skip
-    policy = plan_policy.Policy(plan)
+    policy = plan_policy.Policy(plan_policy.list_moves(plan))
     assert list(policy.decide(StorageSaved(9, 2))) == []
     assert list(policy.decide(StorageFreed(9, 4))) == []
     assert list(policy.decide(StorageSaved(9, 4))) == [Offload(2), Offload(3)]

@@ -59,7 +59,7 @@ def test_an_unsaved_stem_is_replayed_once() -> None:
     made = drop_all(problem)
     merged = merge_replays(problem, made)
     check(trace, merged)
-    follow(trace, Machine(plan_policy.Policy(merged), merged.segments))
+    follow(trace, Machine(plan_policy.Policy(plan_policy.list_moves(merged)), merged.segments))
     assert len(made.segments) == 5  # the last branch is needed at once
     assert len(merged.segments) == 1
     replay = problem.drafter.replay
@@ -118,7 +118,7 @@ def test_a_merged_plan_is_valid_fits_and_is_no_slower(job: tuple[Trace, Costs], 
         return
     merged, replay = merge_replays(problem, made), problem.drafter.replay
     check(trace, merged)
-    follow(trace, Machine(plan_policy.Policy(merged), merged.segments))
+    follow(trace, Machine(plan_policy.Policy(plan_policy.list_moves(merged)), merged.segments))
     before, after = replay.run(made), replay.run(merged)
     assert after.step_seconds <= before.step_seconds
     assert problem.fits(after) == problem.fits(before)

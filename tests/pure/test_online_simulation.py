@@ -71,7 +71,7 @@ class Follow:
         self._plan = plan
 
     def __call__(self, context: PolicyContext, history: AccessHistory) -> plan_policy.Policy:
-        return plan_policy.Policy(self._plan)
+        return plan_policy.Policy(plan_policy.list_moves(self._plan))
 
 
 def is_gone(trace: Trace, decision: Decision) -> bool:

@@ -102,7 +102,7 @@ def test_the_counted_memory_equals_the_forecast(job: tuple[Trace, Costs], seed: 
         dropped.remove(realized)
     made = realized.plan(problem, "some")
     check(job[0], made)
-    follow(job[0], Machine(plan_policy.Policy(made), made.segments))
+    follow(job[0], Machine(plan_policy.Policy(plan_policy.list_moves(made)), made.segments))
     assert problem.drafter.replay.run(made).live_bytes == tuple(realized.load.live)
     assert plain.peak_bytes == problem.plain.peak_bytes  # it is unchanged
 
@@ -665,7 +665,7 @@ def test_plans_with_options_are_valid_fit_and_repeat(strategy: str, job: tuple[T
         budget_bytes = error.needed_bytes
         made = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
     check(trace, made)
-    follow(trace, Machine(plan_policy.Policy(made), made.segments))
+    follow(trace, Machine(plan_policy.Policy(plan_policy.list_moves(made)), made.segments))
     assert simulate(trace, costs, made).peak_bytes <= budget_bytes
     assert made == plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
 

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from elbowroom.hooks.ledger import CpuLedger, CudaLedger
+from elbowroom.hooks.cpu_ledger import CpuLedger
+from elbowroom.hooks.cuda_ledger import CudaLedger
 
 HEAD_START_CYCLES = 200_000
 """CUDA cycles to sleep before each timed op: about 0.1 ms, longer than the host takes to launch most ops."""

@@ -69,10 +69,16 @@ class FreeList:
 
     def _cut(self, index: int, offset: int, nbytes: int) -> None:
         """Remove a block from a free range."""
-        begin, end = self._offsets[index], self._offsets[index] + self._sizes[index]
-        left = [(low, high - low) for low, high in ((begin, offset), (offset + nbytes, end)) if low < high]
-        self._offsets[index : index + 1] = [low for low, _ in left]
-        self._sizes[index : index + 1] = [size for _, size in left]
+        begin = self._offsets[index]
+        end = begin + self._sizes[index]
+        if begin < offset:
+            self._sizes[index] = offset - begin
+            index += 1
+        else:
+            del self._offsets[index], self._sizes[index]
+        if offset + nbytes < end:
+            self._offsets.insert(index, offset + nbytes)
+            self._sizes.insert(index, end - offset - nbytes)
 
     def give(self, offset: int, nbytes: int) -> None:
         """Free a block."""

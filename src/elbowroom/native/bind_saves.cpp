@@ -48,6 +48,7 @@ std::shared_ptr<SavedTensors> make_saved_tensors(
     std::vector<std::shared_ptr<Timetable>> known, int64_t least_bytes) {
   SavedTensors::Callbacks callbacks;
   const Method save(host, "save"), need(host, "need"), change(host, "leave_trace");
+  const Method move(host, "move"), bring(host, "bring");
   callbacks.save = [save](int64_t index, const at::Tensor& tensor, const StorageRecordPtr& record) {
     SavedTensors::Answer answer;
     save.call([&](const py::object& ask) {
@@ -64,6 +65,12 @@ std::shared_ptr<SavedTensors> make_saved_tensors(
       const py::object made = ask(index, save);
       if (!made.is_none()) given = THPVariable_Unpack(made.ptr());
     });
+    return given;
+  };
+  callbacks.move = [move](int64_t tick) { move.call([&](const py::object& tell) { tell(tick); }); };
+  callbacks.bring = [bring](const SavePtr& save, int64_t storage, int64_t tick) {
+    at::Tensor given;
+    bring.call([&](const py::object& ask) { given = THPVariable_Unpack(ask(save, storage, tick).ptr()); });
     return given;
   };
   callbacks.change = [change](const std::string& why) { change.call([&](const py::object& tell) { tell(why); }); };
@@ -96,6 +103,62 @@ py::list list_entries(const std::vector<SavedTensors::Entry>& entries) {
   return list;
 }
 
+py::object unshare(const PythonObject& object) {
+  return object ? py::reinterpret_borrow<py::object>(object->ptr(getPyInterpreter())) : py::none();
+}
+
+py::object wrap_if_any(const c10::Storage& storage) { return storage ? wrap(storage) : py::none(); }
+
+py::object hand_over(SavedTensors& saved, const Save& save) {
+  const auto found = saved.hand_over(save);
+  if (!found) return py::none();
+  const auto& [storage, view] = *found;
+  return py::make_tuple(
+      static_cast<int>(storage.place), unshare(storage.copy), wrap_if_any(storage.back),
+      storage.released ? wrap(*storage.released) : py::none(), view);
+}
+
+void bind_planned_storages(py::module_& module) {
+  using Planned = PlannedStorages;
+  py::class_<Planned>(module, "PlannedStorages", "The storages that a plan moves by copies alone, by their ids.")
+      .def("find_resident",
+          [](Planned& planned, int64_t id) -> py::object {
+            const auto found = planned.find_resident(id);
+            return found ? wrap(*found) : py::none();
+          },
+          "Return the storage if it can be offloaded, else None.")
+      .def("begin_leaving", [](Planned& planned, int64_t id, py::object copy) { planned.begin_leaving(id, share(std::move(copy))); },
+          "Note that a copy of the storage is being made.")
+      .def("release",
+          [](Planned& planned, int64_t id) {
+            PythonObject copy;
+            {
+              const py::gil_scoped_release released;
+              copy = planned.release(id);
+            }
+            return unshare(copy);
+          },
+          "Release a storage that has a copy. If its transfer may still run, return the copy instead.")
+      .def("find_away", [](Planned& planned, int64_t id) { return unshare(planned.find_away(id)); },
+          "Return the copy of a storage that is away, else None. One that the program still holds comes back.")
+      .def("begin_arriving",
+          [](Planned& planned, int64_t id, const py::handle& back) { planned.begin_arriving(id, unpack(back)); },
+          "Note that a copy is being read into a new storage.")
+      .def("find_moving", [](Planned& planned, int64_t id) { return unshare(planned.find_moving(id)); },
+          "Return the copy if its transfer may still run, else None.")
+      .def("finish", &Planned::finish, "Note that compute waits for the transfer.")
+      .def("lose", &Planned::lose, "Note that a storage did not arrive.")
+      .def("holds", &Planned::holds, "Return whether autograd holds a storage of this id.")
+      .def_property_readonly("holds_any", &Planned::holds_any, "Whether autograd holds any of them.")
+      .def("take_freed",
+          [](Planned& planned) {
+            py::list list;
+            for (const auto& [copy, is_moving] : planned.take_freed()) list.append(py::make_tuple(unshare(copy), is_moving));
+            return list;
+          },
+          "Return the copies of storages that autograd has given up, and whether their transfers may still run.");
+}
+
 }  // namespace
 
 void bind_saves(py::module_& module) {
@@ -104,7 +167,7 @@ void bind_saves(py::module_& module) {
       .def(
           py::init(&make_timetable), py::arg("saves"), py::arg("needs"), py::arg("storages"),
           "`saves`: tick, storage, bytes, and whether the storage outlives the step; `needs`: tick and save.");
-  py::class_<SavedView>(module, "SavedView", "One saved tensor of a storage that may leave memory and come back.")
+  py::class_<SavedView, SavedViewPtr>(module, "SavedView", "One saved tensor of a storage that may leave memory and come back.")
       .def(py::init([](const py::handle& tensor) { return SavedView(THPVariable_Unpack(tensor.ptr())); }), py::arg("tensor"))
       .def_property_readonly("tensor", [](const SavedView& view) { return wrap(view.tensor()); },
           "Shares the saved tensor's version counter, and until the release its bytes.")
@@ -126,6 +189,7 @@ void bind_saves(py::module_& module) {
       .def("release", &SavedView::release, py::call_guard<py::gil_scoped_release>(), "Let go of the storage.")
       .def("make", [](const SavedView& view, const py::handle& storage) { return wrap(view.make(unpack(storage))); },
           py::arg("storage"), "Return the saved tensor, of a storage with its bytes.");
+  bind_planned_storages(module);
   py::class_<Save, SavePtr>(module, "Save", "One tensor that autograd has saved.")
       .def_readonly("index", &Save::index)
       .def_readonly("version", &Save::version)
@@ -133,9 +197,7 @@ void bind_saves(py::module_& module) {
       .def_property_readonly("residence", [](const Save& save) { return find_residence_or_none(save.record); })
       .def_property_readonly(
           "handle",
-          [](const Save& save) -> py::object {
-            return save.handle ? py::reinterpret_borrow<py::object>(save.handle->ptr(getPyInterpreter())) : py::none();
-          })
+          [](const Save& save) { return unshare(save.handle); })
       .def_property_readonly(
           "is_written", [](const Save& save) { return save.record && save.record->version != save.seen; },
           "True if an op has written to its storage since the save.");
@@ -144,7 +206,7 @@ void bind_saves(py::module_& module) {
       .def(
           py::init(&make_saved_tensors), py::arg("watch"), py::arg("device"), py::arg("host"), py::arg("known"),
           py::arg("least_bytes"))
-      .def("log", &SavedTensors::log, py::arg("touched"), py::arg("due_tick"))
+      .def("log", &SavedTensors::log, py::arg("touched"), py::arg("planned"), py::arg("due_tick"))
       .def("tell", [](SavedTensors& saved) { return list_entries(saved.tell()); })
       .def("end", &SavedTensors::end)
       .def(
@@ -155,10 +217,19 @@ void bind_saves(py::module_& module) {
           py::arg("event"), py::arg("storage"), py::arg("tick"), py::arg("nbytes"))
       .def(
           "settle",
-          [](SavedTensors& saved, const py::function& make_handle) {
-            saved.settle([&](const SavePtr& save) { return share(make_handle(save)); });
+          [](SavedTensors& saved, const py::function& make_handle, bool only_planned) {
+            saved.settle([&](const SavePtr& save) { return share(make_handle(save)); }, only_planned);
           },
-          py::arg("make_handle"))
+          py::arg("make_handle"), py::arg("only_planned"))
+      .def("hand_over", &hand_over, py::arg("save"),
+          "Return place, copy, storage, released storage and view of a save whose storage is planned; None for others.")
+      .def("make",
+          [](SavedTensors& saved, const Save& save) -> py::object {
+            const at::Tensor made = saved.make(save);
+            return made.defined() ? wrap(made) : py::none();
+          },
+          py::arg("save"), "Return the saved tensor, of a planned storage that is there; None otherwise.")
+      .def_property_readonly("planned", &SavedTensors::planned, py::return_value_policy::reference_internal)
       .def("follow_save", &SavedTensors::follow_save, py::arg("index"), py::arg("record").none(true))
       .def("follow_need", &SavedTensors::follow_need, py::arg("index"), py::arg("save"))
       .def("leave", &SavedTensors::leave, py::arg("why"))

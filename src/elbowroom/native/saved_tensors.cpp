@@ -86,6 +86,7 @@ SavedTensors::SavedTensors(
       device_(device),
       callbacks_(std::move(callbacks)),
       mutex_(watch_->table().mutex),
+      planned_(std::make_unique<PlannedStorages>(watch_)),
       follower_(known, least_bytes, watch_) {
   for (const TimetablePtr& each : known) next_id_ = std::max(next_id_, each->storages);
   serve_default_hooks();
@@ -100,16 +101,20 @@ SavePtr SavedTensors::save(const at::Tensor& tensor) {
   auto made = std::make_shared<Save>();
   made->version = tensor._version();
   StorageRecordPtr record;
-  bool is_logged = false;
+  std::optional<int64_t> tick;
+  bool is_due = false, is_away = false;
   {
     std::unique_lock<std::mutex> guard(mutex_);
     if (is_here) record = watch_->table().see_counted(tensor.storage(), guard);
     made->index = saves_++;
     sizes_.push_back(record ? static_cast<int64_t>(tensor.storage().nbytes()) : 0);
-    is_logged = is_logging_ && log_save(made->index, record);
-    if (is_logged && record) keep(made, tensor, record);
+    if (is_logging_) tick = log_save(made->index, record);
+    is_due = tick && *tick >= due_tick_;
+    if (tick && record) keep(made, tensor, record);
+    is_away = made->home && made->home->place == PlannedStorage::Place::AWAY;
   }
-  if (!is_logged) {
+  if (is_away) made->view->release();  // the program alone still holds it
+  if (!tick) {
     Answer answer = callbacks_.save(made->index, tensor, record);
     made->handle = std::move(answer.handle);
     if (!answer.stays) return made;
@@ -117,11 +122,26 @@ SavePtr SavedTensors::save(const at::Tensor& tensor) {
     if (record) keep(made, tensor, record);
   }
   if (!record) made->tensor = make_alias(tensor);
+  if (is_due) {
+    try {
+      callbacks_.move(*tick);
+    } catch (...) {
+      give_up(made);
+      throw;
+    }
+  }
   return made;
 }
 
 void SavedTensors::keep(const SavePtr& save, const at::Tensor& tensor, const StorageRecordPtr& record) {
   const bool may_move = !save->handle && record->id >= 0 && !record->is_staying;
+  if (may_move && is_logging_ && planned_->contains(record->id)) {
+    save->view = std::make_shared<SavedView>(tensor);
+    save->home = planned_->add(save->view, record);
+    save->record = record;
+    loose_.push_back(save);
+    return;
+  }
   // A leaf that stays is kept itself, as autograd would: a program may replace its contents (`leaf.data = ...`) before
   // they are needed.
   save->tensor = !may_move && tensor.is_leaf() ? tensor : tensor.tensor_data();
@@ -134,31 +154,54 @@ void SavedTensors::keep(const SavePtr& save, const at::Tensor& tensor, const Sto
 at::Tensor SavedTensors::need(const SavePtr& save) {
   int64_t index = 0;
   at::Tensor kept;
+  PlannedStoragePtr home;
+  std::optional<PlannedStorages::Found> found;
+  std::optional<int64_t> tick;
+  bool is_due = false;
   {
     const std::lock_guard<std::mutex> guard(mutex_);
     index = needs_++;
-    if (save->tensor.defined()) {
+    if ((home = save->home)) {
+      save->view->check_version(save->version);
+    } else if (save->tensor.defined()) {
       check_version(save->tensor, save->tensor._version(), save->version);
       kept = save->tensor;
-      if (is_logging_ && log_need(index, *save)) return kept;
     }
+    if (is_logging_ && (home || kept.defined())) tick = log_need(index, *save);
+    is_due = tick && *tick >= due_tick_;
+    if (home && tick) found = PlannedStorages::find(*home, save->view);
   }
-  const at::Tensor given = callbacks_.need(index, save);
-  return given.defined() ? given : kept;
+  if (!tick) {
+    const at::Tensor given = callbacks_.need(index, save);
+    return given.defined() ? given : kept;
+  }
+  if (home) {
+    if (!found) return callbacks_.bring(save, home->id, *tick);
+    kept = found->make();
+  }
+  if (is_due) callbacks_.move(*tick);
+  return kept;
 }
 
 void SavedTensors::give_up(const SavePtr& save) {
   at::Tensor tensor;  // destroyed without the mutex
+  PlannedStoragePtr home;
+  SavedViewPtr view;
   PythonObject handle;
   const std::lock_guard<std::mutex> guard(mutex_);
   save->is_given_up = true;
   tensor = std::move(save->tensor);
   handle = std::move(save->handle);
+  home = std::move(save->home);
+  view = std::move(save->view);
+  if (home && planned_->remove(home, view)) put_down(Event::FREED, home->id, 0, 0);
 }
 
-bool SavedTensors::log_save(int64_t index, const StorageRecordPtr& record) {
+std::optional<int64_t> SavedTensors::log_save(int64_t index, const StorageRecordPtr& record) {
   const std::optional<int64_t> tick = follower_.expect_save(index, record);
-  if (!tick || *tick >= due_tick_ || touched_.count(follower_.find_storage(index)) != 0) return false;
+  if (!tick || due_tick_ < 0) return std::nullopt;
+  const int64_t traced = follower_.find_storage(index);
+  if (touched_.count(traced) != 0 && !(record && planned_->contains(traced))) return std::nullopt;
   follower_.save(index, record);
   const bool is_traced = follower_.followed() >= 0;
   int64_t storage = NO_STORAGE;
@@ -167,15 +210,15 @@ bool SavedTensors::log_save(int64_t index, const StorageRecordPtr& record) {
     storage = record->id;
   }
   put_down(Event::SAVED, storage, *tick, storage < 0 ? 0 : sizes_.back());
-  return true;
+  return tick;
 }
 
-bool SavedTensors::log_need(int64_t index, const Save& save) {
+std::optional<int64_t> SavedTensors::log_need(int64_t index, const Save& save) {
   const std::optional<int64_t> tick = follower_.expect_need(index, save.index);
-  if (!tick || *tick >= due_tick_) return false;
+  if (!tick || due_tick_ < 0) return std::nullopt;
   follower_.need(index);
   put_down(Event::NEEDED, save.record ? save.record->id.load() : NO_STORAGE, *tick, 0);
-  return true;
+  return tick;
 }
 
 void SavedTensors::put_down(Event event, int64_t storage, int64_t tick, int64_t nbytes) {
@@ -189,10 +232,11 @@ int64_t SavedTensors::count_live_bytes() const {
   return count_device_bytes(device_).live;
 }
 
-void SavedTensors::log(std::unordered_set<int64_t> touched, int64_t due_tick) {
+void SavedTensors::log(std::unordered_set<int64_t> touched, std::unordered_set<int64_t> planned, int64_t due_tick) {
   const std::lock_guard<std::mutex> guard(mutex_);
   is_logging_ = has_log_ = true;
   touched_ = std::move(touched);
+  planned_->plan(std::move(planned));
   due_tick_ = due_tick;
 }
 
@@ -219,7 +263,7 @@ void SavedTensors::note(Event event, int64_t storage, int64_t tick, int64_t nbyt
   put_down(event, storage, tick, nbytes);
 }
 
-void SavedTensors::settle(const std::function<PythonObject(const SavePtr&)>& make_handle) {
+void SavedTensors::settle(const std::function<PythonObject(const SavePtr&)>& make_handle, bool only_planned) {
   std::vector<std::weak_ptr<Save>> loose;
   {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -229,17 +273,40 @@ void SavedTensors::settle(const std::function<PythonObject(const SavePtr&)>& mak
     const SavePtr save = each.lock();
     if (!save) continue;
     at::Tensor tensor;  // destroyed without the mutex
+    PlannedStoragePtr home;
     {
       const std::lock_guard<std::mutex> guard(mutex_);
       tensor = save->tensor;
+      home = save->home;
+      if (only_planned && !home) loose_.push_back(each);
     }
-    if (!tensor.defined()) continue;  // released
+    if (!home && (only_planned || !tensor.defined())) continue;  // it stays, or was released
     PythonObject handle = make_handle(save);
     const std::lock_guard<std::mutex> guard(mutex_);
     if (save->is_given_up) continue;  // released by another thread meanwhile
     save->handle.swap(handle);
     save->tensor.reset();
+    save->home.reset();
+    save->view.reset();
   }
+  std::unordered_map<int64_t, PlannedStoragePtr> gone;  // destroyed without the mutex
+  const std::lock_guard<std::mutex> guard(mutex_);
+  gone = planned_->clear();
+}
+
+std::optional<std::pair<PlannedStorages::Handover, SavedViewPtr>> SavedTensors::hand_over(const Save& save) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (!save.home) return std::nullopt;
+  return std::pair(PlannedStorages::hand_over(*save.home), save.view);
+}
+
+at::Tensor SavedTensors::make(const Save& save) {
+  std::optional<PlannedStorages::Found> found;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (save.home) found = PlannedStorages::find(*save.home, save.view);
+  }
+  return found ? found->make() : at::Tensor();
 }
 
 int64_t SavedTensors::follow_save(int64_t index, const StorageRecordPtr& record) {

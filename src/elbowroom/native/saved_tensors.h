@@ -1,7 +1,7 @@
 // The tensors that autograd saves and needs in one step.
 //
-// Most of them stay as they are: these events are only logged, and reported to Python when it matters. Events of
-// storages that may move call Python at once.
+// Most of them stay as they are: these events are only logged, and reported to Python when it matters. So are those of
+// storages that a plan only copies. Events of other storages that may move call Python at once.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,15 +15,15 @@
 #include <optional>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "op_watch.h"
+#include "planned_storages.h"
 #include "storage_records.h"
 #include "trace_follower.h"
 
 namespace elbowroom {
-
-using PythonObject = std::shared_ptr<c10::SafePyObject>;
 
 // One tensor that autograd has saved. `tensor` and `handle` change with the mutex of the step's table held, and with
 // the GIL unless autograd has released the save.
@@ -33,6 +33,8 @@ struct Save {
   at::Tensor tensor;    // shares its bytes and its version counter; undefined if the handle replaces it
   StorageRecordPtr record;  // of its storage, if that may come to move; else null
   int64_t seen = 0;         // the record's version when the tensor was saved
+  PlannedStoragePtr home;   // its storage, if that is moved by the plan alone; then `view` replaces the tensor
+  SavedViewPtr view;
   PythonObject handle;      // Python object to release when autograd releases the save; null if none is needed
   bool is_given_up = false;  // autograd has released the save
 };
@@ -55,6 +57,11 @@ class SavedTensors {
     std::function<Answer(int64_t, const at::Tensor&, const StorageRecordPtr&)> save;
     // A tensor is needed. Arguments: index of the need, save. Returns the tensor; an undefined one for the save's own.
     std::function<at::Tensor(int64_t, const SavePtr&)> need;
+    // Moves of the plan are due. Argument: tick.
+    std::function<void(int64_t)> move;
+    // A tensor is needed whose storage is not there. Arguments: save, storage, tick. Returns the tensor; makes the
+    // moves that are due.
+    std::function<at::Tensor(const SavePtr&, int64_t, int64_t)> bring;
     // The step differs from the expected one. Argument: the reason.
     std::function<void(const std::string&)> change;
     // Takes a tensor of a subclass apart, if it wraps one that may come to move.
@@ -79,9 +86,9 @@ class SavedTensors {
   // Returns the hooks for the next tensor that a step saves.
   static std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks(std::shared_ptr<SavedTensors> step);
 
-  // Logs events until `tell`. Only events of `touched` storages (ids in the trace), and all events from `due_tick` on,
-  // call Python at once.
-  void log(std::unordered_set<int64_t> touched, int64_t due_tick);
+  // Logs events until `tell`. Only events of `touched` storages (ids in the trace) that are not `planned` call Python at
+  // once, and moves at events from `due_tick` on; all events if that is negative.
+  void log(std::unordered_set<int64_t> touched, std::unordered_set<int64_t> planned, int64_t due_tick);
   void set_due_tick(int64_t due_tick);
   // Stops logging, so that all events call Python. Returns the log.
   std::vector<Entry> tell();
@@ -89,8 +96,13 @@ class SavedTensors {
   void end();
   // Adds an event from Python to the log, if there is one.
   void note(Event event, int64_t storage, int64_t tick, int64_t nbytes);
-  // Gives a handle from `make_handle` to every save whose storage may come to move.
-  void settle(const std::function<PythonObject(const SavePtr&)>& make_handle);
+  // Gives a handle from `make_handle` to every save whose storage may come to move, or only to those of planned ones.
+  void settle(const std::function<PythonObject(const SavePtr&)>& make_handle, bool only_planned);
+  // Where the planned storage of a save is, for `make_handle`, with the save's view; nothing for other saves.
+  std::optional<std::pair<PlannedStorages::Handover, SavedViewPtr>> hand_over(const Save& save);
+  // The saved tensor, of a planned storage that is there; undefined otherwise.
+  at::Tensor make(const Save& save);
+  PlannedStorages& planned() { return *planned_; }
 
   // Follow a save or a need that was reported to Python. Return its tick.
   int64_t follow_save(int64_t index, const StorageRecordPtr& record);
@@ -115,8 +127,9 @@ class SavedTensors {
   at::Tensor need(const SavePtr& save);
   void give_up(const SavePtr& save);
 
-  bool log_save(int64_t index, const StorageRecordPtr& record);
-  bool log_need(int64_t index, const Save& save);
+  // Log the next event, if Python need not be told of it. Return its tick.
+  std::optional<int64_t> log_save(int64_t index, const StorageRecordPtr& record);
+  std::optional<int64_t> log_need(int64_t index, const Save& save);
   void put_down(Event event, int64_t storage, int64_t tick, int64_t nbytes);
   int64_t count_live_bytes() const;
 
@@ -124,6 +137,7 @@ class SavedTensors {
   const c10::Device device_;
   const Callbacks callbacks_;
   std::mutex& mutex_;  // of the table
+  const std::unique_ptr<PlannedStorages> planned_;
   TraceFollower follower_;
   bool is_logging_ = false, has_log_ = false;
   std::unordered_set<int64_t> touched_;

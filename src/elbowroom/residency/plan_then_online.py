@@ -28,7 +28,7 @@ class Policy:
 
     def __init__(self, online: Online, plan: Plan, *, since: int = -1) -> None:
         self._online = online
-        self._moves = plan_policy.Policy(plan, since=since)
+        self._moves = plan_policy.Policy(plan_policy.list_moves(plan, since=since))
 
     def decide(self, event: Event) -> Iterable[Intent]:
         """Return the intents to carry out after `event`."""

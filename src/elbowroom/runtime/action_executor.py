@@ -123,11 +123,19 @@ class ActionExecutor:
                     # It was coming back, and there is nothing else to give autograd; but its copy is still there.
                     saved.storage = None
                     raise
-                self.discard_copy(saved)
-                if not self._keep(saved, str(error)):
-                    raise
+                self.stay(saved, error)
         if not self._state.phase.follows_plan:
             self._thrash.check()
+
+    def stay(self, saved: SavedStorage, error: TierError) -> None:
+        """Keep a storage whose offload has failed.
+
+        Raises:
+            TierError: as given; the plan has no room for the storage.
+        """
+        self.discard_copy(saved)
+        if not self._keep(saved, str(error)):
+            raise error
 
     def discard_copy(self, saved: SavedStorage) -> None:
         """Give up the copy of a storage in the tier below, if there is one."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
-from elbowroom.ir.placement import Placement
-from elbowroom.ir.plan import Plan
+from elbowroom.ir.placement import CopySlot, Placement
+from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import PERSISTENT_ROLES, Trace
+from elbowroom.residency.plan_policy import COPIES, Move, list_moves
 from elbowroom.runtime.state_moves import StateSchedule
 from elbowroom.runtime.step_storages import load_native
 
@@ -46,6 +48,35 @@ class Candidate:
     def plan_storages(self) -> frozenset[int]:
         """Ids of the storages that the plan moves or replays from."""
         return self.plan.find_touched()
+
+    @functools.cached_property
+    def copied_storages(self) -> frozenset[int]:
+        """Ids of the storages that the plan moves by copies alone, and that no replay makes or reads."""
+        segments = self.plan.segments
+        replayed = {tick for segment in segments for tick in segment.ops}
+        read = {view.storage for op in self.trace.ops if op.tick in replayed for view in op.reads}
+        copied = {decision.storage for decision in self.plan.decisions if decision.choice is Choice.OFFLOAD}
+        dropped = {decision.storage for decision in self.plan.decisions if decision.choice is Choice.RECOMPUTE}
+        return frozenset(copied.difference(dropped, read, *((*each.outputs, *each.leaves) for each in segments)))
+
+    @functools.cached_property
+    def moves(self) -> Sequence[Move]:
+        """Moves of saved storages, in order."""
+        return list_moves(self.plan)
+
+    @functools.cached_property
+    def copy_moves(self) -> Sequence[tuple[int, int, int, CopySlot | None]]:
+        """Moves of `copied_storages`: tick, order within it, storage, and the slot of a copy that is made."""
+        return [
+            (tick, order, storage, self.placement.find(storage, tick) if order == COPIES else None)
+            for tick, order, storage, _ in self.moves
+            if storage in self.copied_storages
+        ]
+
+    @functools.cached_property
+    def other_moves(self) -> Sequence[Move]:
+        """Moves of all other storages."""
+        return [move for move in self.moves if move[2] not in self.copied_storages]
 
     @functools.cached_property
     def state_schedule(self) -> StateSchedule | None:

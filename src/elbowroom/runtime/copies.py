@@ -78,6 +78,7 @@ class Records:
         self._restore, self._on_death = restore, on_death
         self._records: set[Record] = set()
         self._is_whole = True  # False during a change, and after an interrupted one
+        self._changing = _Changing(self)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -112,7 +113,7 @@ class Records:
 
     def changing(self) -> _Changing:
         """Return a context for a change. Only errors other than `TierError` count as an interruption."""
-        return _Changing(self)
+        return self._changing
 
     def repair(self) -> None:
         """Rebuild the tier from the living copies if the last change was interrupted."""
@@ -130,7 +131,7 @@ class _Changing:
     __slots__ = ("_records",)
 
     def __init__(self, records: Records) -> None:
-        self._records = records
+        self._records = weakref.proxy(records)
 
     def __enter__(self) -> None:
         self._records._is_whole = False

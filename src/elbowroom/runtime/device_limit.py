@@ -8,7 +8,7 @@ from typing import Any
 
 from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_regions import undisturbed
-from elbowroom.hooks.ledger import POOL_PAGE_BYTES
+from elbowroom.hooks.cuda_ledger import POOL_PAGE_BYTES
 from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.phase import Phase

@@ -88,6 +88,23 @@ class SavedStorage:
         self.record.views = len(self.views)
         self.record.is_guarded = True
 
+    def take_over(self, index: int, view: SavedView, copy: Copy | None, storage: Any, released: Any) -> None:
+        """Keep a view that the extension has made, and what it says of the storage.
+
+        Args:
+            index: of the save.
+            copy: None if there is none, or if it was given for another view.
+            storage: that came back; None if there is none.
+            released: storage that was released last; None if it was freed.
+        """
+        if self.views is NO_VIEWS:
+            self.views = {}
+        self.views[index] = view
+        self.record.views = len(self.views)
+        self.copy = copy or self.copy
+        self.storage = storage
+        self.released_ref = None if released is None else weakref.ref(released)
+
     def discard_view(self, index: int) -> None:
         """Remove a saved tensor that autograd has released."""
         self.views.pop(index, None)

@@ -38,16 +38,23 @@ class StepPolicy:
         if state.phase is Phase.UNPRESSURED and not self._online.may_wait():
             state.enter(Phase.MANAGED)
         if state.phase is Phase.FOLLOWING_PLAN:
-            self._machine.policy = PlanPolicy(state.candidates[0].plan)
+            self._machine.policy = PlanPolicy(state.candidates[0].moves)
         elif state.phase is not Phase.CAPTURING:
             self.manage(0 if state.candidates else -1, -1)
 
+    def leave_out_copies(self) -> None:
+        """Leave moves of storages that the plan only copies to `PlannedMoves`."""
+        self._machine.policy = PlanPolicy(self._state.candidates[0].other_moves)
+
+    def take_over(self, tick: int) -> None:
+        """Make all moves of the plan from a tick on. Those that were made before do no harm."""
+        self._machine.policy = PlanPolicy(self._state.candidates[0].moves, since=tick)
+
     @property
     def due_tick(self) -> int:
-        """First tick at which the plan moves something, in a phase that follows the plan."""
+        """First tick at which the plan moves something; -1 in a phase that does not follow the plan alone."""
         plan = self._machine.policy
-        assert isinstance(plan, PlanPolicy)
-        return plan.due_tick
+        return plan.due_tick if isinstance(plan, PlanPolicy) else -1
 
     def catch_up(self, entries: Iterable[Any]) -> None:
         """Replay the log (`SavedTensors.tell`) into the online policy, and report which storages are off the device."""

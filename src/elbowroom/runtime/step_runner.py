@@ -10,6 +10,7 @@ Each step has its own runner, which autograd's packed tensors keep alive: a back
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -26,16 +27,18 @@ from elbowroom.residency.plan_policy import NEVER
 from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.candidate import Candidate
 from elbowroom.runtime.device_limit import DeviceLimit
-from elbowroom.runtime.event_log import EVENTS, NEEDED, NO_STORAGE, SAVED
+from elbowroom.runtime.event_log import NEEDED, NO_STORAGE, SAVED
 from elbowroom.runtime.locks import make_lock
 from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.packed import PackedTensor
 from elbowroom.runtime.phase import Phase
+from elbowroom.runtime.planned_moves import PlannedMoves
 from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.state_moves import StateMoves, is_followed
 from elbowroom.runtime.step_context import StepContext
 from elbowroom.runtime.step_environment import StepEnvironment
+from elbowroom.runtime.step_moves import StepMoves
 from elbowroom.runtime.step_policy import StepPolicy
 from elbowroom.runtime.step_state import make_state
 from elbowroom.runtime.step_storages import load_native
@@ -99,8 +102,14 @@ class StepRunner:
         self._executor = ActionExecutor(
             self.state, self._context, self._guard, thrash, environment.transfers, max(0, spare_bytes)
         )
-        self._writes = WriteGuard(self.state, self._lock, self._executor)
         self._policy.begin()
+        follows = phase is Phase.FOLLOWING_PLAN and observer is None and bool(candidates[0].copied_storages)
+        planned = PlannedMoves(self.state, self._guard, environment.transfers) if follows else None
+        self._moves = StepMoves(
+            self.state, self._policy, self._executor, planned, weakref.WeakMethod(self.retire),
+            is_observed=observer is not None,
+        )  # fmt: skip
+        self._writes = WriteGuard(self.state, self._lock, self._executor, self._moves)
         rests = history.may_rest and not candidates
         self._start_watching(environment, int(RESTING * environment.budget_bytes) if rests else 0)
 
@@ -121,13 +130,12 @@ class StepRunner:
                 self.state.watcher.set_state_moves(before, after)
                 tensors = schedule.tensors.find(environment.list_kept(), environment.name_residents)
                 self._state_moves = StateMoves(schedule, self._pager, tensors)
-            is_observed = self._observer is not None  # then everything is reported at once
-            touched = frozenset[int]() if is_observed else expected.plan_storages
-            self._saved_tensors.log(touched, -1 if is_observed else self._policy.due_tick)
+            due_tick = -1 if self._observer is not None else self._moves.due_tick  # -1: everything is reported at once
+            self._saved_tensors.log(expected.plan_storages, self._moves.copied_storages, due_tick)
         elif state.phase is not Phase.CAPTURING:
             self.state.watcher.record(resting_bytes, state.storages.min_bytes)
             if state.phase is Phase.UNPRESSURED:
-                self._saved_tensors.log(frozenset(), NEVER)
+                self._saved_tensors.log(frozenset(), frozenset(), NEVER)
 
     def begin(self) -> None:
         """Have the ledger ask for room from now on."""
@@ -164,22 +172,22 @@ class StepRunner:
             record: Any = None if saved is None else saved.record
             tick = tensors.follow_save(index, record)
             if saved is None or (tensors.is_persistent(index) if tensors.followed >= 0 else record.is_staying):
-                self._feed_tick(SAVED, tick)
+                tensors.note(SAVED, NO_STORAGE, tick, 0)
+                self._moves.make(StorageSaved(NO_STORAGE, tick))
                 return None if self._observer is None else PackedTensor(self.retire, index, None, tensor._version)
             if record.id < 0:
                 record.id = tensors.make_id()
             storage = record.id
+            tensors.note(SAVED, storage, tick, record.nbytes)
             is_following = self.state.phase.follows_plan and self._observer is None
             if is_following and storage not in self.state.candidates[0].plan_storages:
-                self._feed_tick(SAVED, tick, storage, record.nbytes)
+                self._moves.make(StorageSaved(NO_STORAGE, tick))
                 return None
-            tensors.note(SAVED, storage, tick, record.nbytes)
             self.state.storages.by_id[storage] = saved
             saved.add_view(index, tensor)
             packed = PackedTensor(self.retire, index, saved, tensor._version)
             del tensor
-            if actions := self._machine.feed(StorageSaved(storage, tick)):
-                self._executor.perform(actions)
+            self._moves.make(StorageSaved(storage, tick))
             if not saved.views[index].is_released and not self._machine.is_on_device(storage):
                 saved.release()  # it had left before, and the program alone still holds it
             return packed
@@ -202,17 +210,30 @@ class StepRunner:
             saved: SavedStorage | None = save.residence if packed is None else packed.residence
             given: torch.Tensor | None = None
             if packed is None or saved is None:
-                self._feed_tick(NEEDED, tick, NO_STORAGE if saved is None else saved.id)
+                self._saved_tensors.note(NEEDED, NO_STORAGE if saved is None else saved.id, tick, 0)
+                self._moves.make(StorageNeeded(NO_STORAGE, tick))
             else:
                 # Versions first, before anything moves: a step that is refused must leave everything as it is.
                 saved.views[packed.index].check_version(packed.version)
-                storage = saved.record.id
-                self._saved_tensors.note(NEEDED, storage, tick, 0)
-                actions = self._machine.feed(StorageNeeded(storage, tick))
-                given = self._executor.serve(saved, packed.index, actions) if actions else saved.view(packed.index)
+                self._saved_tensors.note(NEEDED, saved.record.id, tick, 0)
+                given = self._moves.serve(packed, saved, tick)
             if self._observer is not None:
                 self._observer.needed(save.index, save.tensor if given is None else given)
             return given
+
+    def move(self, tick: int) -> None:
+        """Make the moves that the plan has at an event, of which the machine need not know."""
+        with self._lock:
+            if self._retired:
+                self._drain()
+            self._moves.make_due(tick)
+
+    def bring(self, save: Any, storage: int, tick: int) -> torch.Tensor:
+        """Return a saved tensor whose storage is not there, and make the moves that are due."""
+        with self._lock:
+            if self._retired:
+                self._drain()
+            return self._moves.bring(save, storage, tick)
 
     def leave(self, why: str) -> None:
         """Leave the plan: the ops of the step are not those of its trace."""
@@ -294,6 +315,7 @@ class StepRunner:
         state = self.state
         with self._lock:
             self._drain()
+            self._moves.take_over()
             dropped = [saved for saved in state.storages.by_id.values() if saved.recording is not None]
             if state.phase is Phase.FOLLOWING_PLAN and not dropped:
                 state.enter(Phase.DRAINING)
@@ -344,14 +366,6 @@ class StepRunner:
                     self._executor.free_if_unused(saved)
             self._retired.popleft()  # last: what an exception interrupts is repeated by the next call
 
-    def _feed_tick(self, event: int, tick: int, storage: int = NO_STORAGE, nbytes: int = 0) -> None:
-        """Make the moves that are due at a save or need of a tensor that stays where it is."""
-        self._saved_tensors.note(event, storage, tick, nbytes)
-        if actions := self._machine.feed(EVENTS[event](NO_STORAGE, tick)):
-            self._executor.perform(actions)
-        if self.state.phase.follows_plan and self._observer is None:
-            self._saved_tensors.due_tick = self._policy.due_tick
-
     def _prepare_to_evict(self, what: str, missing_bytes: int) -> bool:
         """Have the policy decide from now on: there is no room for `what`. Returns False if no budget holds."""
         if not self.state.phase.has_budget:
@@ -375,20 +389,10 @@ class StepRunner:
         if was_following:
             self.state.watcher.record(0, state.storages.min_bytes)
             state.storages.mark_persistent()  # again: there may be others by now
-        self._saved_tensors.settle(self._pack_logged)
+        self._moves.take_over_all()
         self._executor.free_unused()
         self._policy.catch_up(entries)
         self._policy.manage(self._saved_tensors.followed, self._saved_tensors.tick)
-
-    def _pack_logged(self, save: Any) -> PackedTensor:
-        """Return the object that stands for a tensor from now on, of which only the save was logged."""
-        saved: SavedStorage = save.residence
-        saved.add_view(save.index, save.tensor)
-        if save.is_written:
-            saved.may_move = False
-        self.state.storages.by_id[saved.id] = saved
-        self._machine.add(saved.id)
-        return PackedTensor(self.retire, save.index, saved, save.version)
 
     def _close(self) -> None:
         """Let go of what a graph that lives on does not need. No reference cycle is left."""

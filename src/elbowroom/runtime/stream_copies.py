@@ -35,9 +35,10 @@ class StreamCopy:
 
     def let_go(self) -> None:
         """Release the storages of the copy's transfers. Later compute waits for them, so the memory may be reused."""
-        for unfinished in self.moving:
-            unfinished.storage = None
-        self.moving.clear()
+        if self.moving:
+            for unfinished in self.moving:
+                unfinished.storage = None
+            self.moving.clear()
 
 
 class Unfinished:
@@ -50,7 +51,10 @@ class Unfinished:
     __slots__ = ("begin", "end", "event", "storage")
 
     def __init__(self, copy: StreamCopy, storage: torch.UntypedStorage) -> None:
-        self.begin = copy.block.address if copy.block is not None else 0
-        self.end = self.begin + copy.nbytes if copy.block is not None else 0
+        block = copy.block
+        self.begin = self.end = 0
+        if block is not None:
+            self.begin = block.address
+            self.end = block.address + copy.nbytes
         self.storage: torch.UntypedStorage | None = storage
         self.event: StreamEvent | None = None

@@ -115,15 +115,16 @@ class StreamTransfers:
         copy = StreamCopy(storage.nbytes())
         with self._lock:
             self._sweep()
-            self._in_flight.forget_ended()
             copy.record = self._records.reserve(copy, lambda: self._place(copy.nbytes, copy_slot))
-            if isinstance(copy.record.block, SlabBlock):
-                copy.block = copy.record.block
-                with self._in_flight.beginning(copy, storage):
-                    after = [self._streams.record_compute(), *self._in_flight.list_users(copy.block)]
-                    copy.last = self._streams.copy_out(storage, copy.block, after)
+            block = copy.record.block
+            if isinstance(block, SlabBlock):
+                copy.block = block
+                after = [self._streams.record_compute(), *self._in_flight.list_users(block)]
+                unfinished = self._in_flight.begin(copy, storage)
+                copy.last = self._streams.copy_out(storage, block, after)
+                self._in_flight.note_end(unfinished, copy.last)
             else:
-                copy.offset = copy.record.block
+                copy.offset = block
                 staging = self._staging
                 assert staging is not None
                 self._pass(storage, copy, lambda: staging.write_out(storage, copy, self._streams.record_compute()))
@@ -143,8 +144,9 @@ class StreamTransfers:
             if copy.last is not None:
                 after.append(copy.last)
             if copy.block is not None:
-                with self._in_flight.beginning(copy, storage):
-                    copy.last = self._streams.copy_in(copy.block, storage, after)
+                unfinished = self._in_flight.begin(copy, storage)
+                copy.last = self._streams.copy_in(copy.block, storage, after)
+                self._in_flight.note_end(unfinished, copy.last)
             else:
                 staging = self._staging
                 assert staging is not None
@@ -178,13 +180,14 @@ class StreamTransfers:
         with self._lock:
             self._in_flight.forget_ended()
             after = [self._streams.record_compute(), *self._in_flight.list_users(copy.block)]
-            with self._in_flight.beginning(part, section):
-                for copy_offset, memory_offset in extents.list_runs():
-                    host = copy.block.cut(copy_offset, extents.run_bytes)
-                    if is_out:
-                        part.last = self._streams.copy_out(section, host, after, memory_offset)
-                    else:
-                        part.last = self._streams.copy_in(host, section, after, memory_offset)
+            unfinished = self._in_flight.begin(part, section)
+            for copy_offset, memory_offset in extents.list_runs():
+                host = copy.block.cut(copy_offset, extents.run_bytes)
+                if is_out:
+                    part.last = self._streams.copy_out(section, host, after, memory_offset)
+                else:
+                    part.last = self._streams.copy_in(host, section, after, memory_offset)
+            self._in_flight.note_end(unfinished, part.last)
             copy.last = part.last
 
         def finish() -> None:
@@ -310,8 +313,10 @@ class StreamTransfers:
     # The spill file ---------------------------------------------------------------------------------------------
 
     def _pass(self, storage: torch.UntypedStorage, copy: StreamCopy, move: Callable[[], None]) -> None:
-        with self._in_flight.stalling(), self._in_flight.beginning(copy, storage):
+        with self._in_flight.stalling():
+            unfinished = self._in_flight.begin(copy, storage)
             try:
                 move()
             except OSError as error:
                 copy.error = error
+            self._in_flight.note_end(unfinished, copy.last)

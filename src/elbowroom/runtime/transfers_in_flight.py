@@ -31,29 +31,34 @@ class TransfersInFlight:
         self.is_certain = True
         self.stall_seconds = 0.0
 
-    @contextlib.contextmanager
-    def beginning(self, copy: StreamCopy, storage: torch.UntypedStorage) -> Iterator[None]:
-        """Return a context in which to begin a transfer whose end is `copy.last`."""
+    def begin(self, copy: StreamCopy, storage: torch.UntypedStorage) -> Unfinished:
+        """Note that a transfer is about to begin. Its end has to be noted by `note_end`."""
         self.is_certain = False
         unfinished = Unfinished(copy, storage)
         self._unfinished.append(unfinished)
         copy.moving.append(unfinished)
-        yield
-        unfinished.event = copy.last
-        self.is_certain = copy.last is not None
+        return unfinished
+
+    def note_end(self, unfinished: Unfinished, event: StreamEvent | None) -> None:
+        """Note the event at which a transfer ends; None if it has no end."""
+        unfinished.event = event
+        self.is_certain = event is not None
 
     def list_users(self, block: SlabBlock) -> list[StreamEvent]:
         """Return the end events of transfers that may still use host memory of a block."""
-        begin, end = block.address, block.address + block.nbytes
-        users = [user.event for user in self._unfinished if user.begin < end and begin < user.end]
-        return [event for event in users if event is not None]
+        begin = block.address
+        end = begin + block.nbytes
+        return [
+            user.event for user in self._unfinished if user.begin < end and begin < user.end and user.event is not None
+        ]
 
     def forget_ended(self) -> None:
         """Remove completed transfers, oldest first, up to the first that still runs."""
         if not self.is_certain:
             self.wait()
-        while self._unfinished and (event := self._unfinished[0].event) is not None and event.is_done():
-            self._unfinished.popleft()
+        unfinished = self._unfinished
+        while unfinished and (event := unfinished[0].event) is not None and event.is_done():
+            unfinished.popleft()
 
     def wait(self) -> None:
         """Have the host wait for all transfers."""

@@ -13,18 +13,27 @@ from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import guard_exposures
 from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.saved_storage import SavedStorage
+from elbowroom.runtime.step_moves import StepMoves
 from elbowroom.runtime.step_state import StepState
 
 logger = logging.getLogger(__name__)
 
 
 class WriteGuard:
-    """Keeps replays and copies correct when an op, or code outside PyTorch, writes to a tensor."""
+    """Keeps replays and copies correct when an op, or code outside PyTorch, writes to a tensor.
 
-    def __init__(self, state: StepState, lock: Any, executor: ActionExecutor) -> None:
+    Args:
+        state: of the step.
+        lock: held while storages move.
+        executor: moves storages.
+        moves: of the step.
+    """
+
+    def __init__(self, state: StepState, lock: Any, executor: ActionExecutor, moves: StepMoves) -> None:
         self._state = state
         self._lock = lock
         self._executor = executor
+        self._moves = moves
         guard_exposures(self)
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
@@ -32,7 +41,7 @@ class WriteGuard:
 
         Memory for these storages is freed before the op writes.
         """
-        saved = self._state.storages.find(tensor)
+        saved = self._find(self._state.storages.find(tensor))
         if saved is not None:
             self._settle_readers(saved, tensor.untyped_storage(), "an op writes to a tensor that a replay reads")
 
@@ -44,10 +53,17 @@ class WriteGuard:
 
     def expose(self, storage: torch.UntypedStorage) -> None:
         """Expect unnoticed writes to a storage: recompute what depends on its current contents, and keep it."""
-        saved = self._state.storages.table.find(storage)
+        saved = self._find(self._state.storages.table.find(storage))
         if saved is not None:
             self._settle_readers(saved, storage, "the program exposes a tensor that a replay reads")
             self._keep(saved, storage)
+
+    def _find(self, saved: SavedStorage | None) -> SavedStorage | None:
+        """Return a storage as the machine has it."""
+        if saved is not None and self._state.saved_tensors.planned.holds(saved.record.id):
+            with self._lock:
+                self._moves.take_over()
+        return saved
 
     def _settle_readers(self, saved: SavedStorage, home: torch.UntypedStorage, why: str) -> None:
         """Recompute the dropped storages whose replay reads a storage. Leaves the plan.

@@ -257,7 +257,8 @@ class _PlannedRun:
         self.spikes: dict[int, int] = {}
         self.reruns: list[Rerun] = []
         self.evictions = 0
-        begins, machine = self.prepared.begin_list, Machine(plan_policy.Policy(self.plan), self.plan.segments)
+        begins, moves = self.prepared.begin_list, plan_policy.list_moves(self.plan)
+        machine = Machine(plan_policy.Policy(moves), self.plan.segments)
         for event in timeline:
             self.device.entry, self.device.begin = event.tick, begins[event.tick]
             if isinstance(event, StateMove):

@@ -14,7 +14,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -91,16 +91,16 @@ class SlabBlock:
     Attributes:
         nbytes: requested bytes.
         offset: offset in the slab in bytes.
+        address: address of the block.
     """
 
     nbytes: int
     offset: int
     slab: _Slab
+    address: int = field(init=False)
 
-    @property
-    def address(self) -> int:
-        """Address of the block."""
-        return self.slab.address + self.offset
+    def __post_init__(self) -> None:
+        self.address = self.slab.address + self.offset
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -18,7 +18,12 @@ from elbowroom.tracing.tracer import Tracer
 
 
 class LiveCapture:
-    """Capture of one running step. `tracer` must observe its ops, saves and needs."""
+    """Capture of one running step. `tracer` must observe its ops, saves and needs.
+
+    Args:
+        is_first: whether this is the first step of its room. On CUDA, ops then take many times as long as in later
+            steps: the driver loads their kernels, and cuDNN chooses algorithms.
+    """
 
     def __init__(
         self,
@@ -27,7 +32,10 @@ class LiveCapture:
         model: torch.nn.Module,
         optimizers: Sequence[Optimizer],
         meter: Meter,
+        *,
+        is_first: bool,
     ) -> None:
+        self._is_cold = is_first and device.type == "cuda"
         self._model = model
         self._optimizers = optimizers
         self._meter = meter
@@ -37,8 +45,8 @@ class LiveCapture:
 
     @property
     def is_settled(self) -> bool:
-        """True if the step created no optimizer state, so that later steps will be like it."""
-        return count_state(self._optimizers) == self._state_before
+        """True if later steps will be like this one: it created no optimizer state, and its op times are typical."""
+        return not self._is_cold and count_state(self._optimizers) == self._state_before
 
     def finish(self) -> Trace:
         """Return the trace. The meter may be stopped afterwards."""

@@ -89,7 +89,7 @@ def _meter(workload: Workload, device: torch.device) -> tuple[float, int, int]:
 
     On CPU the ledger replaces PyTorch's allocator, so resident memory is measured on the steps before.
     """
-    from elbowroom.hooks.ledger import make_ledger
+    from elbowroom.hooks.ledgers import make_ledger
     from elbowroom.hooks.meter import make_meter
 
     ledger = make_ledger(device)

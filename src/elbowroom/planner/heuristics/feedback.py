@@ -90,7 +90,7 @@ def find_late_reloads(replay: PreparedTrace, plan: Plan) -> dict[tuple[int, int]
 
     If a replay waits for one of its leaves, the wait counts for that leaf.
     """
-    machine = Machine(plan_policy.Policy(plan), plan.segments)
+    machine = Machine(plan_policy.Policy(plan_policy.list_moves(plan)), plan.segments)
     device = replay.make_device(None)
     coming: set[int] = set()
     waits: dict[tuple[int, int], float] = {}

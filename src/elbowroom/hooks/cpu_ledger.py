@@ -1,0 +1,141 @@
+"""Counts a room's bytes on a CPU, where a C++ extension wraps PyTorch's allocator and counts every block."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from elbowroom.errors import Infeasible, MemoryRefused
+from elbowroom.hooks.ledger import NO_LIMIT, MakeRoom
+from elbowroom.native import library
+
+logger = logging.getLogger(__name__)
+
+
+class CpuLedger:
+    """Counts allocations of the CPU allocator.
+
+    Allocations by threads outside any room's step count for every room. Older memory counts once it is adopted: the
+    model and its optimizer's state permanently, inputs until the end of the step that reads them.
+
+    If the system refuses memory within the limit (because of `ulimit -d`, for example), the step frees memory, too.
+
+    Attributes:
+        scope: the extension's scope, with `live_bytes` and `peak_bytes`.
+        moves: times (ns) and bytes of what was noted by `note_move`; None while nobody reads them.
+    """
+
+    def __init__(self) -> None:
+        self.moves: list[tuple[int, int]] | None = None
+        self._native = library.load()
+        self.scope: Any = self._native.make_scope()
+        self._make_room: MakeRoom | None = None
+        self._budget_bytes = NO_LIMIT
+        self._was_refused = False
+        self.scope.set_make_room(self._ask)
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                self.scope.adopt(tensor.untyped_storage(), False)
+
+    def adopt_input(self, storage: torch.UntypedStorage) -> object:
+        return self.scope.adopt(storage, True)
+
+    def adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
+        return bool(self.scope.adopt_inputs(tensors))
+
+    @property
+    def live_bytes(self) -> int:
+        return int(self.scope.live_bytes)
+
+    def take_recent_peak(self) -> int:
+        return int(self.scope.take_recent_peak())
+
+    def set_limit(self, nbytes: int, *, follows_plan: bool = False) -> None:
+        self.scope.limit_bytes = min(nbytes, NO_LIMIT)
+
+    def raise_limit(self) -> bool:
+        return False
+
+    def lift_limit(self) -> None:
+        pass  # requests are refused before anything has happened
+
+    def restore_limit(self) -> None:
+        pass
+
+    def make_room(self, nbytes: int = 1) -> bool:
+        return False  # room is made before requests are refused
+
+    def require(self, nbytes: int, limit_bytes: int) -> None:
+        torch.empty(nbytes, dtype=torch.uint8)
+
+    @contextlib.contextmanager
+    def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
+        before = self._native.enter_scope(self.scope)
+        self._make_room, self._budget_bytes = make_room, min(limit_bytes, NO_LIMIT - 1)
+        self.scope.limit_bytes = self._budget_bytes
+        self._native.trim_pages(everywhere=False)
+        try:
+            yield
+        finally:
+            self.scope.limit_bytes, self._make_room = NO_LIMIT, None
+            self.scope.drop_inputs()
+            self._native.enter_scope(before)
+
+    def limit_between_steps(self, limit_bytes: int | None, make_room: MakeRoom | None = None) -> None:
+        self._make_room = make_room
+        self._budget_bytes = NO_LIMIT if limit_bytes is None else limit_bytes
+        self.scope.limit_bytes = self._budget_bytes
+
+    def has_room(self, nbytes: int, limit_bytes: int) -> bool:
+        return bool(self.scope.live_bytes + nbytes <= limit_bytes)
+
+    def note_move(self, nbytes: int) -> None:
+        if self.moves is not None:
+            self.moves.append((time.time_ns(), nbytes))
+
+    def _ask(self, requested_bytes: int, missing_bytes: int) -> bool:
+        make_room = self._make_room  # None if the step has ended meanwhile
+        if make_room is None:
+            return False
+        if missing_bytes == 0:
+            return self._ask_for_memory(requested_bytes, make_room)
+        return make_room(requested_bytes, missing_bytes)
+
+    def _ask_for_memory(self, requested_bytes: int, make_room: MakeRoom) -> bool:
+        held_bytes = self.live_bytes - requested_bytes
+        refusal = MemoryRefused(requested_bytes, held_bytes, self._budget_bytes, list_system_limits())
+        with contextlib.suppress(Infeasible):  # the budget is not the reason: raise MemoryRefused instead
+            is_made = make_room(requested_bytes, requested_bytes)
+            if is_made and not self._was_refused:
+                self._was_refused = True
+                logger.warning("moving more than planned: %s", refusal)
+            return is_made
+        raise refusal
+
+    def trim(self) -> None:
+        self._native.trim_pages(everywhere=True)
+
+    def close(self) -> None:
+        self.scope.close()
+        self.trim()
+
+
+def list_system_limits() -> list[tuple[str, int, int]]:
+    """List the system's limits on this process's memory: name, limit in bytes, bytes in use."""
+    import resource  # CpuLedger runs on Linux only, but other systems import this module, too
+
+    with open("/proc/self/status") as file:
+        taken = dict(line.split(":", 1) for line in file)
+    found = []
+    for name, field in (("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")):
+        limit_bytes, _ = resource.getrlimit(getattr(resource, name))
+        if limit_bytes != resource.RLIM_INFINITY:
+            found.append((name, limit_bytes, int(taken[field].split()[0]) << 10))
+    return found

@@ -1,0 +1,156 @@
+"""Counts a room's bytes on CUDA, where the caching allocator keeps the counts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from elbowroom.hooks.kept_peaks import keep_peaks
+from elbowroom.hooks.ledger import NO_LIMIT, MakeRoom
+from elbowroom.native import library
+
+POOL_PAGE_BYTES = 20 << 20
+"""What the caching allocator's pool of large blocks reserves at once, at least."""
+
+FRAGMENTED = 0.1
+FRAGMENTED_BYTES = 256 << 20
+"""What it may reserve beyond the budget while a step follows a plan, whose bytes are known: this share of the budget or
+so many bytes, whichever is more."""
+
+
+class CudaLedger:
+    """Reads PyTorch's caching allocator, and limits what it reserves.
+
+    A budget counts allocated bytes, but the allocator only limits what it reserves. So once a request was refused, the
+    limit leaves out what is reserved and cannot be used; the step looks at the allocated bytes after each op. A lower
+    limit of the program stays in force.
+
+    Attributes:
+        moved_bytes: bytes that have come back during ops, less those that have left.
+    """
+
+    scope = None
+
+    def __init__(self, device: torch.device) -> None:
+        keep_peaks()
+        self._native = library.load()
+        self._device, self._name = device, str(device)
+        self._total_bytes = torch.cuda.get_device_properties(device).total_memory
+        self._fraction: float | None = None  # of the program; None outside of steps, or if the allocator knows none
+        self._set_fraction: float | None = None  # in force; setting it asks the driver, which may take long
+        self._make_room: MakeRoom | None = None
+        self._limit_bytes = NO_LIMIT
+        self._beyond_bytes = 0  # may be reserved beyond the limit
+        self._is_lifted = False
+        self.moved_bytes = 0
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        pass
+
+    def adopt_input(self, storage: torch.UntypedStorage) -> object:
+        pass
+
+    def adopt_inputs(self, tensors: list[torch.Tensor]) -> bool:
+        return False
+
+    @property
+    def live_bytes(self) -> int:
+        return self.count_bytes()[0]
+
+    def count_bytes(self) -> tuple[int, int, int, int]:
+        """Return the allocated bytes and their peak, and the reserved ones and theirs.
+
+        `torch.cuda.memory_stats` takes a hundred times as long.
+        """
+        allocated, peak, reserved, reserved_peak = self._native.count_device_bytes(self._name)
+        return allocated, peak, reserved, reserved_peak
+
+    def read_peaks(self) -> tuple[int, int]:
+        """Return the peaks of the allocated and of the reserved bytes since `begin_peaks`."""
+        _, allocated, _, reserved = self.count_bytes()
+        kept_allocated, kept_reserved = self._native.find_step_peaks(self._name)
+        return max(allocated, kept_allocated), max(reserved, kept_reserved)
+
+    def begin_peaks(self) -> None:
+        """Begin with new peaks. Those that the program reads stay."""
+        self._native.begin_peaks(self._name)
+
+    def reset_peaks(self) -> None:
+        """Reset the allocator's peaks, for what runs next. Those of `read_peaks` go on."""
+        self._native.reset_peaks(self._name)
+
+    def take_recent_peak(self) -> int:
+        return self.live_bytes  # the allocator keeps one peak, which the step's meter resets and reads
+
+    def set_limit(self, nbytes: int, *, follows_plan: bool = False) -> None:
+        self._limit_bytes = nbytes
+        self._beyond_bytes = max(FRAGMENTED_BYTES, int(FRAGMENTED * nbytes)) if follows_plan else 0
+        self._limit_reserved()
+
+    def raise_limit(self) -> bool:
+        allocated_bytes, _, reserved_bytes, _ = self.count_bytes()
+        idle_bytes = reserved_bytes - allocated_bytes  # after a refusal: in parts of pages
+        if self._fraction is None or idle_bytes + POOL_PAGE_BYTES <= self._beyond_bytes:
+            return False
+        self._beyond_bytes = idle_bytes + POOL_PAGE_BYTES
+        self._limit_reserved()
+        return True
+
+    def lift_limit(self) -> None:
+        self._is_lifted = True
+        self._limit_reserved()
+
+    def restore_limit(self) -> None:
+        self._is_lifted = False
+        self._limit_reserved()
+
+    def _limit_reserved(self) -> None:
+        if self._fraction is not None:
+            share = (self._limit_bytes + self._beyond_bytes) / self._total_bytes
+            self._enforce(self._fraction if self._is_lifted else min(self._fraction, share))
+
+    def _enforce(self, fraction: float | None) -> None:
+        if fraction is not None and fraction != self._set_fraction:
+            torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+            self._set_fraction = fraction
+
+    @contextlib.contextmanager
+    def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
+        try:
+            self._fraction = torch.cuda.get_per_process_memory_fraction(self._device)
+        except RuntimeError:  # a pluggable allocator
+            self._fraction = None
+        self._set_fraction = self._fraction
+        self._make_room = make_room
+        self._is_lifted = False
+        try:
+            yield
+        finally:
+            self._make_room = None
+            self._enforce(self._fraction)
+            self._fraction = None
+
+    def make_room(self, nbytes: int = 1) -> bool:
+        return self.raise_limit() or (self._make_room is not None and self._make_room(nbytes, 1))
+
+    def require(self, nbytes: int, limit_bytes: int) -> None:
+        while (missing_bytes := self.live_bytes + nbytes - limit_bytes) > 0:
+            if self._make_room is None or not self._make_room(nbytes, missing_bytes):
+                return
+
+    def limit_between_steps(self, limit_bytes: int | None, make_room: MakeRoom | None = None) -> None:
+        pass
+
+    def has_room(self, nbytes: int, limit_bytes: int) -> bool:
+        return self.live_bytes + nbytes <= limit_bytes
+
+    def note_move(self, nbytes: int) -> None:
+        self.moved_bytes += nbytes
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()  # no other process can use what the caching allocator keeps
+
+    def close(self) -> None:
+        pass
