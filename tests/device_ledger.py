@@ -51,7 +51,8 @@ class DeviceLedger(CudaLedger):
 
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
-        with self.memory.counting(WHOLE_BYTES, self._refuse), super().counting(limit_bytes, make_room):
+        of_program = int(torch.cuda.get_per_process_memory_fraction() * WHOLE_BYTES)
+        with self.memory.counting(of_program, self._refuse), super().counting(limit_bytes, make_room):
             yield
 
     def trim(self) -> None:

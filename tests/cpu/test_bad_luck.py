@@ -148,7 +148,8 @@ for way, warm_steps in (("plain", 5), ("dynamic", 5), ("offloaded", 5), ("recomp
     stride = 1 if is_last and warm_steps else 3
     tried, ended = fail_at_every_request(meter, 1 if is_last else 1 << 40, way, warm_steps, stride, profile)
     print(way, warm_steps, tried, ended, flush=True)
-    assert ended >= tried - 3 > 10
+    again = 8 if way == "offloaded" and warm_steps else 0  # reloads of planned steps, which are tried twice
+    assert ended >= tried - 3 - again > 10
 """
 
 

@@ -123,19 +123,15 @@ class ActionExecutor:
                     # It was coming back, and there is nothing else to give autograd; but its copy is still there.
                     saved.storage = None
                     raise
-                self.stay(saved, error)
+                if not self.stay(saved, str(error)):
+                    raise
         if not self._state.phase.follows_plan:
             self._thrash.check()
 
-    def stay(self, saved: SavedStorage, error: TierError) -> None:
-        """Keep a storage whose offload has failed.
-
-        Raises:
-            TierError: as given; the plan has no room for the storage.
-        """
+    def stay(self, saved: SavedStorage, why: str) -> bool:
+        """Keep a storage whose offload has failed. Return False if the plan has no room for it."""
         self.discard_copy(saved)
-        if not self._keep(saved, str(error)):
-            raise error
+        return self._keep(saved, why)
 
     def discard_copy(self, saved: SavedStorage) -> None:
         """Give up the copy of a storage in the tier below, if there is one."""

@@ -33,7 +33,7 @@ class PlannedMoves:
     Attributes:
         due_tick: tick of the next move.
         begun_tick: moves before this tick have been made.
-        failed: storage whose offload has failed, and the error; None if none has.
+        failed: storage whose offload has failed, and why; None if none has.
     """
 
     def __init__(self, state: StepState, guard: MemoryGuard, transfers: Transfers) -> None:
@@ -49,7 +49,7 @@ class PlannedMoves:
         self._reloads: list[int] = []
         self.due_tick = self._moves[0][0]
         self.begun_tick = -1
-        self.failed: tuple[int, TierError] | None = None
+        self.failed: tuple[int, str] | None = None  # not the error, whose frames hold this object
 
     def discard_freed(self) -> None:
         """Discard the copies of storages that autograd has given up."""
@@ -123,7 +123,7 @@ class PlannedMoves:
             try:
                 self._transfers.finish(copy)
             except TierError as error:
-                self.failed = storage, error
+                self.failed = storage, str(error)
                 return False
             self._storages.finish(storage)
             self._storages.release(storage)

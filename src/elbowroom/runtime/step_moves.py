@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from elbowroom.errors import TransferFailed
 from elbowroom.ir.events import StorageNeeded, StorageSaved
 from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.event_log import NO_STORAGE
@@ -135,8 +136,11 @@ class StepMoves:
         planned, self._planned = self._planned, None
         if planned is not None:
             planned.discard_freed()
-            if planned.failed is not None and (saved := self._state.storages.by_id.get(planned.failed[0])) is not None:
-                self._executor.stay(saved, planned.failed[1])
+            if planned.failed is not None:
+                storage, why = planned.failed
+                saved = self._state.storages.by_id.get(storage)
+                if saved is not None and not self._executor.stay(saved, why):
+                    raise TransferFailed(why)
 
     def _pack(self, save: Any) -> PackedTensor:
         """Return the object that stands for a tensor from now on, of which only the save was logged."""
