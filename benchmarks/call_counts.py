@@ -141,7 +141,7 @@ def record_step() -> tuple[list[Walk], Any]:
             with room.step():
                 step()
         recorder = Recorder(
-            lambda file, name: file == "runtime/step_runner.py" and name in ("StepRunner.save", "StepRunner.need"),
+            lambda file, name: file == "runtime/step_runner.py" and name in ("StepRunner.move", "StepRunner.bring"),
             "runtime/transfers.py",
         )
         with room.step(), recorder:
@@ -178,11 +178,10 @@ def main() -> None:
     parser.add_argument("--output")
     parsed = parser.parse_args()
     walks, planned = record_step()
-    reloads = {"ActionExecutor.serve": 1, "ActionExecutor._reload": 1, "ActionExecutor.wait": 1}
     chosen = {
-        "save": choose(walks, "save", {"ActionExecutor._offload": 1, "ActionExecutor._release": 1}),
-        "need": choose(walks, "need", reloads | {"ActionExecutor._release": 0}),
-        "need, then release": choose(walks, "need", reloads | {"ActionExecutor._release": 1}),
+        "save": choose(walks, "move", {"PlannedMoves._offload": 1, "PlannedMoves._release": 1}),
+        "need": choose(walks, "bring", {"PlannedMoves._reload": 1, "PlannedMoves._release": 0}),
+        "need, then release": choose(walks, "bring", {"PlannedMoves._reload": 1, "PlannedMoves._release": 1}),
     }
     results: list[dict[str, Any]] = []
     print(f"{'':18} {'calls':>6} {'files':>6} {'at most':>8} {'in the tier':>12}")

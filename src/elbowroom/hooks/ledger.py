@@ -1,4 +1,4 @@
-"""What counts the bytes that a room's steps hold on their device, in all threads."""
+"""Protocol of what counts the bytes that a room's steps hold on their device, in all threads."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ void bind_saves(py::module_& module) {
           "storage",
           [](const SavedView& view) -> py::object { return view.is_released() ? py::none() : wrap(view.tensor().storage()); },
           "Its storage; None once it is released.")
-      .def("release", &SavedView::release, py::call_guard<py::gil_scoped_release>(), "Let go of the storage.")
+      .def("release", [](SavedView& view) { view.release(); }, py::call_guard<py::gil_scoped_release>(), "Let go of the storage.")
       .def("make", [](const SavedView& view, const py::handle& storage) { return wrap(view.make(unpack(storage))); },
           py::arg("storage"), "Return the saved tensor, of a storage with its bytes.");
   bind_planned_storages(module);

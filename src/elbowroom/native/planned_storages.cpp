@@ -39,7 +39,6 @@ std::optional<PlannedStorages::Found> PlannedStorages::find(const PlannedStorage
 }
 
 std::unordered_map<int64_t, PlannedStoragePtr> PlannedStorages::clear() {
-  ids_.clear();
   return std::exchange(storages_, {});
 }
 
@@ -98,7 +97,11 @@ PythonObject PlannedStorages::release(int64_t id) {
     storage->place = Place::AWAY;  // so that no other thread uses the views
     views = storage->views;
   }
-  for (const SavedViewPtr& view : views) view->release();
+  for (const SavedViewPtr& view : views) {
+    at::Tensor tensor = view->make_empty();
+    const std::lock_guard<std::mutex> guard(mutex_);
+    tensor = view->release(std::move(tensor));  // destroyed without the mutex
+  }
   return nullptr;
 }
 

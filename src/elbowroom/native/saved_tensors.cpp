@@ -268,6 +268,7 @@ void SavedTensors::settle(const std::function<PythonObject(const SavePtr&)>& mak
   {
     const std::lock_guard<std::mutex> guard(mutex_);
     loose.swap(loose_);
+    planned_->plan({});  // no more of them
   }
   for (const std::weak_ptr<Save>& each : loose) {
     const SavePtr save = each.lock();

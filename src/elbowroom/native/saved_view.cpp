@@ -29,17 +29,20 @@ void SavedView::check_version(int64_t expected) const {
   elbowroom::check_version(tensor_, tensor_._version(), expected, sizes);
 }
 
-void SavedView::release() {
-  if (is_released_) return;
+at::Tensor SavedView::make_empty() const {
   const HiddenOps hidden;
   const c10::InferenceMode is_off(false);  // its tensors have no version counters
-  at::Tensor empty = at::empty({0}, tensor_.options());
+  return at::empty({0}, tensor_.options());
+}
+
+at::Tensor SavedView::release(at::Tensor empty) {
+  if (is_released_) return empty;
   empty.unsafeGetTensorImpl()->set_version_counter(tensor_.unsafeGetTensorImpl()->version_counter());
   sizes_.assign(tensor_.sizes().begin(), tensor_.sizes().end());
   strides_.assign(tensor_.strides().begin(), tensor_.strides().end());
   offset_ = tensor_.storage_offset();
   is_released_ = true;
-  tensor_ = std::move(empty);  // another tensor, since autograd may be using this one
+  return std::exchange(tensor_, std::move(empty));  // another tensor, since autograd may be using this one
 }
 
 at::Tensor SavedView::make(const c10::Storage& storage) const {

@@ -25,7 +25,11 @@ class SavedView {
   void check_version(int64_t expected) const;
   bool is_released() const { return is_released_; }
   // Lets go of the storage.
-  void release();
+  void release() { release(make_empty()); }
+  // The same in two steps, for owners that hold a mutex in the second one: an empty tensor of the same kind takes the
+  // place of the one that is returned, to be destroyed without the mutex.
+  at::Tensor make_empty() const;
+  at::Tensor release(at::Tensor empty);
   // The saved tensor, of a storage with its bytes.
   at::Tensor make(const c10::Storage& storage) const;
 

@@ -11,6 +11,7 @@ from elbowroom.errors import TransferFailed
 from elbowroom.ir.events import StorageNeeded, StorageSaved
 from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.event_log import NO_STORAGE
+from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.packed import PackedTensor
 from elbowroom.runtime.planned_moves import PLACES, PlannedMoves
 from elbowroom.runtime.saved_storage import SavedStorage
@@ -27,7 +28,7 @@ class StepMoves:
         state, policy, executor: of the step.
         planned: makes the plan's copies; None if the machine makes all moves.
         find_retire: returns what `PackedTensor` calls at its end.
-        is_observed: whether all events are reported at once.
+        observer: of the step; if there is one, all events are reported at once.
     """
 
     def __init__(
@@ -37,8 +38,7 @@ class StepMoves:
         executor: ActionExecutor,
         planned: PlannedMoves | None,
         find_retire: Callable[[], Callable[[int, SavedStorage | None], None] | None],
-        *,
-        is_observed: bool,
+        observer: Observer | None,
     ) -> None:
         self._state = state
         self._machine = state.machine
@@ -47,7 +47,7 @@ class StepMoves:
         self._executor = executor
         self._planned = planned
         self._find_retire = find_retire
-        self._is_observed = is_observed
+        self._is_observed = observer is not None
         if planned is not None:
             policy.leave_out_copies()
 
@@ -88,7 +88,7 @@ class StepMoves:
         """Return a saved tensor whose storage was moved as planned and is not there, and make the moves that are due.
 
         Raises:
-            TierError: it could not be read.
+            TransferFailed: it could not be read.
         """
         if self._planned is not None and not self._planned.bring(storage):
             self.take_over()
@@ -102,7 +102,7 @@ class StepMoves:
         """Have the machine track the storages that were moved as planned, and move them from now on.
 
         Raises:
-            TierError: an offload has failed, and the plan has no room for the storage.
+            TransferFailed: an offload has failed, and the plan has no room for the storage.
         """
         planned = self._planned
         if planned is None:

@@ -106,9 +106,8 @@ class StepRunner:
         follows = phase is Phase.FOLLOWING_PLAN and observer is None and bool(candidates[0].copied_storages)
         planned = PlannedMoves(self.state, self._guard, environment.transfers) if follows else None
         self._moves = StepMoves(
-            self.state, self._policy, self._executor, planned, weakref.WeakMethod(self.retire),
-            is_observed=observer is not None,
-        )  # fmt: skip
+            self.state, self._policy, self._executor, planned, weakref.WeakMethod(self.retire), observer
+        )
         self._writes = WriteGuard(self.state, self._lock, self._executor, self._moves)
         rests = history.may_rest and not candidates
         self._start_watching(environment, int(RESTING * environment.budget_bytes) if rests else 0)
@@ -164,8 +163,7 @@ class StepRunner:
             autograd gives it up.
         """
         with self._lock:
-            if self._retired:
-                self._drain()
+            self._drain()
             if self._observer is not None:
                 self._observer.saved(tensor)
             tensors = self._saved_tensors
@@ -203,8 +201,7 @@ class StepRunner:
             RuntimeError: the tensor was modified in place after it was saved.
         """
         with self._lock:
-            if self._retired:
-                self._drain()
+            self._drain()
             tick = self._saved_tensors.follow_need(index, save.index)
             packed: PackedTensor | None = save.handle
             saved: SavedStorage | None = save.residence if packed is None else packed.residence
@@ -224,15 +221,13 @@ class StepRunner:
     def move(self, tick: int) -> None:
         """Make the moves that the plan has at an event, of which the machine need not know."""
         with self._lock:
-            if self._retired:
-                self._drain()
+            self._drain()
             self._moves.make_due(tick)
 
     def bring(self, save: Any, storage: int, tick: int) -> torch.Tensor:
         """Return a saved tensor whose storage is not there, and make the moves that are due."""
         with self._lock:
-            if self._retired:
-                self._drain()
+            self._drain()
             return self._moves.bring(save, storage, tick)
 
     def leave(self, why: str) -> None:
