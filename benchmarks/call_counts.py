@@ -180,8 +180,8 @@ def main() -> None:
     walks, planned = record_step()
     chosen = {
         "save": choose(walks, "move", {"PlannedMoves._offload": 1, "PlannedMoves._release": 1}),
-        "need": choose(walks, "bring", {"PlannedMoves._reload": 1, "PlannedMoves._release": 0}),
-        "need, then release": choose(walks, "bring", {"PlannedMoves._reload": 1, "PlannedMoves._release": 1}),
+        "need": choose(walks, "bring", {"PlannedMoves._release": 0}),
+        "need, then release": choose(walks, "bring", {"PlannedMoves._release": 1}),
     }
     results: list[dict[str, Any]] = []
     print(f"{'':18} {'calls':>6} {'files':>6} {'at most':>8} {'in the tier':>12}")

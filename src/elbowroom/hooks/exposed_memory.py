@@ -54,6 +54,9 @@ class Access(Enum):
     ADDRESS = "tells the address"
 
 
+_is_in_shared_memory = torch.UntypedStorage.is_shared
+"""The method itself, which is wrapped below."""
+
 _shown: Identities[bool] = Identities()
 _told: Identities[bool] = Identities()
 
@@ -105,7 +108,7 @@ def is_shared(storage: torch.UntypedStorage) -> bool:
     for find in tuple(_restorers):
         if (restorer := find()) is not None and restorer.is_away(storage):
             return False  # what is shared stays; and PyTorch aborts the process if it is asked about such a storage
-    is_foreign = storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared())
+    is_foreign = storage.device.type == "cpu" and (not storage.resizable() or _is_in_shared_memory(storage))
     return is_foreign or _shown.find(storage) is not None
 
 
