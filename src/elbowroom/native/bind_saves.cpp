@@ -109,13 +109,11 @@ py::object unshare(const PythonObject& object) {
 
 py::object wrap_if_any(const c10::Storage& storage) { return storage ? wrap(storage) : py::none(); }
 
-py::object hand_over(SavedTensors& saved, const Save& save) {
-  const auto found = saved.hand_over(save);
-  if (!found) return py::none();
-  const auto& [storage, view] = *found;
+py::object describe(const PlannedStorages::Handover* given) {
+  if (given == nullptr) return py::none();
   return py::make_tuple(
-      static_cast<int>(storage.place), unshare(storage.copy), wrap_if_any(storage.back),
-      storage.released ? wrap(*storage.released) : py::none(), view);
+      given->view, given->is_first, static_cast<int>(given->place), unshare(given->copy), wrap_if_any(given->back),
+      given->released ? wrap(*given->released) : py::none());
 }
 
 void bind_planned_storages(py::module_& module) {
@@ -218,11 +216,12 @@ void bind_saves(py::module_& module) {
       .def(
           "settle",
           [](SavedTensors& saved, const py::function& make_handle, bool only_planned) {
-            saved.settle([&](const SavePtr& save) { return share(make_handle(save)); }, only_planned);
+            const auto make = [&](const SavePtr& save, const PlannedStorages::Handover* given) {
+              return share(make_handle(save, describe(given)));
+            };
+            saved.settle(make, only_planned);
           },
           py::arg("make_handle"), py::arg("only_planned"))
-      .def("hand_over", &hand_over, py::arg("save"),
-          "Return place, copy, storage, released storage and view of a save whose storage is planned; None for others.")
       .def("make",
           [](SavedTensors& saved, const Save& save) -> py::object {
             const at::Tensor made = saved.make(save);

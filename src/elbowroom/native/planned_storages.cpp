@@ -35,7 +35,8 @@ bool PlannedStorages::remove(const PlannedStoragePtr& storage, const SavedViewPt
 
 std::optional<PlannedStorages::Found> PlannedStorages::find(const PlannedStorage& storage, const SavedViewPtr& view) {
   if (storage.place == Place::AWAY || storage.place == Place::ARRIVING) return std::nullopt;
-  return Found{view, storage.back};
+  if (!view->is_released()) return Found{view->tensor(), nullptr, {}};
+  return Found{{}, view, storage.back};
 }
 
 std::unordered_map<int64_t, PlannedStoragePtr> PlannedStorages::clear() {
@@ -52,11 +53,17 @@ bool PlannedStorages::holds_any() const {
   return !storages_.empty();
 }
 
-PlannedStorages::Handover PlannedStorages::hand_over(PlannedStorage& storage) {
-  Handover given{storage.place, storage.back, std::nullopt, std::move(storage.copy)};
-  storage.copy.reset();
+PlannedStorages::Handover PlannedStorages::hand_over(PlannedStorage& storage, const SavedViewPtr& view) {
+  const bool is_first = !std::exchange(storage.is_handed_over, true);
+  Handover given{view, is_first, storage.place, storage.back, std::nullopt, std::exchange(storage.copy, nullptr)};
   if (auto released = storage.released.lock()) given.released = c10::Storage(std::move(released));
   return given;
+}
+
+void PlannedStorages::take_back(PlannedStorage& storage, Handover& given) {
+  if (!given.is_first) return;
+  storage.is_handed_over = false;
+  storage.copy = std::move(given.copy);
 }
 
 PlannedStoragePtr PlannedStorages::find(int64_t id) const {

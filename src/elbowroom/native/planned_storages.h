@@ -42,16 +42,19 @@ struct PlannedStorage {
   c10::weak_intrusive_ptr<c10::StorageImpl> released{c10::intrusive_ptr<c10::StorageImpl>()};  // last
   PythonObject copy;  // in the tier below; null if there is none. Destroyed with the GIL
   std::vector<SavedViewPtr> views;  // those that autograd has not released
+  bool is_handed_over = false;  // Python has some of the views
 };
 using PlannedStoragePtr = std::shared_ptr<PlannedStorage>;
 
 class PlannedStorages {
  public:
   using Place = PlannedStorage::Place;
+  // What a saved tensor is made of, without the mutex.
   struct Found {
+    at::Tensor tensor;  // undefined if it has to be made
     SavedViewPtr view;
-    c10::Storage back;  // null if the view shares its storage
-    at::Tensor make() const { return view->is_released() ? view->make(back) : view->tensor(); }
+    c10::Storage back;
+    at::Tensor make() const { return tensor.defined() ? tensor : view->make(back); }
   };
 
   explicit PlannedStorages(std::shared_ptr<OpWatch> watch) : watch_(std::move(watch)), mutex_(watch_->table().mutex) {}
@@ -69,14 +72,18 @@ class PlannedStorages {
   static std::optional<Found> find(const PlannedStorage& storage, const SavedViewPtr& view);
   // Forgets all storages, and returns them to be destroyed without the mutex: Python has them.
   std::unordered_map<int64_t, PlannedStoragePtr> clear();
-  // Hands a storage over to Python, which gets the copy for the first of its views.
+  // Hands a view over to Python, and for the first view of a storage where that is, and its copy.
   struct Handover {
+    SavedViewPtr view;
+    bool is_first;
     Place place;
     c10::Storage back;  // null if there is none
     std::optional<c10::Storage> released;
     PythonObject copy;
   };
-  static Handover hand_over(PlannedStorage& storage);
+  static Handover hand_over(PlannedStorage& storage, const SavedViewPtr& view);
+  // Undoes that.
+  static void take_back(PlannedStorage& storage, Handover& given);
 
   // -- called from Python, without the mutex ------------------------------------------------------------------------
 

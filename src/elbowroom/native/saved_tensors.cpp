@@ -263,42 +263,51 @@ void SavedTensors::note(Event event, int64_t storage, int64_t tick, int64_t nbyt
   put_down(event, storage, tick, nbytes);
 }
 
-void SavedTensors::settle(const std::function<PythonObject(const SavePtr&)>& make_handle, bool only_planned) {
+void SavedTensors::settle(const MakeHandle& make_handle, bool only_planned) {
   std::vector<std::weak_ptr<Save>> loose;
   {
     const std::lock_guard<std::mutex> guard(mutex_);
     loose.swap(loose_);
     planned_->plan({});  // no more of them
   }
-  for (const std::weak_ptr<Save>& each : loose) {
-    const SavePtr save = each.lock();
+  for (size_t i = 0; i < loose.size(); ++i) {
+    const SavePtr save = loose[i].lock();
     if (!save) continue;
     at::Tensor tensor;  // destroyed without the mutex
     PlannedStoragePtr home;
+    std::optional<PlannedStorages::Handover> given;
     {
       const std::lock_guard<std::mutex> guard(mutex_);
       tensor = save->tensor;
-      home = save->home;
-      if (only_planned && !home) loose_.push_back(each);
+      if (save->home) {
+        home = std::move(save->home);  // from now on a need or a release of it does not find the storage here
+        given = PlannedStorages::hand_over(*home, std::exchange(save->view, nullptr));
+      } else if (only_planned) {
+        loose_.push_back(loose[i]);
+      }
     }
-    if (!home && (only_planned || !tensor.defined())) continue;  // it stays, or was released
-    PythonObject handle = make_handle(save);
+    if (!given && (only_planned || !tensor.defined())) continue;  // it stays, or was released
+    PythonObject handle;
+    try {
+      handle = make_handle(save, given ? &*given : nullptr);
+    } catch (...) {  // an interrupt: the next call goes on here
+      const std::lock_guard<std::mutex> guard(mutex_);
+      loose_.insert(loose_.end(), loose.begin() + static_cast<std::ptrdiff_t>(i), loose.end());
+      if (given && !save->is_given_up) {
+        PlannedStorages::take_back(*home, *given);
+        save->home = home;
+        save->view = given->view;
+      }
+      throw;
+    }
     const std::lock_guard<std::mutex> guard(mutex_);
     if (save->is_given_up) continue;  // released by another thread meanwhile
     save->handle.swap(handle);
     save->tensor.reset();
-    save->home.reset();
-    save->view.reset();
   }
   std::unordered_map<int64_t, PlannedStoragePtr> gone;  // destroyed without the mutex
   const std::lock_guard<std::mutex> guard(mutex_);
   gone = planned_->clear();
-}
-
-std::optional<std::pair<PlannedStorages::Handover, SavedViewPtr>> SavedTensors::hand_over(const Save& save) {
-  const std::lock_guard<std::mutex> guard(mutex_);
-  if (!save.home) return std::nullopt;
-  return std::pair(PlannedStorages::hand_over(*save.home), save.view);
 }
 
 at::Tensor SavedTensors::make(const Save& save) {

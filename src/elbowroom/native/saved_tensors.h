@@ -96,10 +96,10 @@ class SavedTensors {
   void end();
   // Adds an event from Python to the log, if there is one.
   void note(Event event, int64_t storage, int64_t tick, int64_t nbytes);
-  // Gives a handle from `make_handle` to every save whose storage may come to move, or only to those of planned ones.
-  void settle(const std::function<PythonObject(const SavePtr&)>& make_handle, bool only_planned);
-  // Where the planned storage of a save is, for `make_handle`, with the save's view; nothing for other saves.
-  std::optional<std::pair<PlannedStorages::Handover, SavedViewPtr>> hand_over(const Save& save);
+  // Gives a handle from `make_handle` to every save whose storage may come to move, or only to those of planned ones,
+  // which are handed over.
+  using MakeHandle = std::function<PythonObject(const SavePtr&, const PlannedStorages::Handover*)>;
+  void settle(const MakeHandle& make_handle, bool only_planned);
   // The saved tensor, of a planned storage that is there; undefined otherwise.
   at::Tensor make(const Save& save);
   PlannedStorages& planned() { return *planned_; }

@@ -82,26 +82,21 @@ class SavedStorage:
 
     def add_view(self, index: int, tensor: torch.Tensor) -> None:
         """Keep a tensor that autograd saves. `index`: index of the save."""
-        if self.views is NO_VIEWS:
-            self.views = {}
-        self.views[index] = library.load().SavedView(tensor)  # the tensor itself would keep the graph alive in a cycle
-        self.record.views = len(self.views)
-        self.record.is_guarded = True
+        self.keep_view(index, library.load().SavedView(tensor))  # the tensor would keep the graph alive in a cycle
 
-    def take_over(self, index: int, view: SavedView, copy: Copy | None, storage: Any, released: Any) -> None:
-        """Keep a view that the extension has made, and what it says of the storage.
-
-        Args:
-            index: of the save.
-            copy: None if there is none, or if it was given for another view.
-            storage: that came back; None if there is none.
-            released: storage that was released last; None if it was freed.
-        """
+    def keep_view(self, index: int, view: SavedView) -> None:
+        """Keep a view of a tensor that autograd saves. `index`: index of the save."""
         if self.views is NO_VIEWS:
             self.views = {}
         self.views[index] = view
         self.record.views = len(self.views)
-        self.copy = copy or self.copy
+        self.record.is_guarded = True
+
+    def take_over(
+        self, copy: Copy | None, storage: torch.UntypedStorage | None, released: torch.UntypedStorage | None
+    ) -> None:
+        """Set where the storage is, as the extension has moved it: see `copy`, `storage` and `released_ref`."""
+        self.copy = copy
         self.storage = storage
         self.released_ref = None if released is None else weakref.ref(released)
 

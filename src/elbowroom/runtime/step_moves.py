@@ -142,21 +142,26 @@ class StepMoves:
                 if saved is not None and not self._executor.stay(saved, why):
                     raise TransferFailed(why)
 
-    def _pack(self, save: Any) -> PackedTensor:
-        """Return the object that stands for a tensor from now on, of which only the save was logged."""
+    def _pack(self, save: Any, planned: tuple[Any, bool, int, Any, Any, Any] | None) -> PackedTensor:
+        """Return the object that stands for a tensor from now on, of which only the save was logged.
+
+        Args:
+            planned: of a save whose storage was moved as planned: its view; whether it is the first of its storage, and
+                then the storage's place and copy; the storage that came back, and the one that was released last.
+        """
         saved: SavedStorage = save.residence
         self._machine.add(saved.id)
         self._state.storages.by_id[saved.id] = saved
-        planned = self._saved_tensors.hand_over(save)
         if planned is None:
             saved.add_view(save.index, save.tensor)
             if save.is_written:
                 saved.may_move = False
         else:
-            place, copy, storage, released, view = planned
-            if not saved.views:
+            view, is_first, place, copy, storage, released = planned
+            if is_first:
                 self._machine.correct(saved.id, PLACES[place], copied=copy is not None)
-            saved.take_over(save.index, view, copy, storage, released)
+                saved.take_over(copy, storage, released)
+            saved.keep_view(save.index, view)
         retire = self._find_retire()
         assert retire is not None
         return PackedTensor(retire, save.index, saved, save.version)

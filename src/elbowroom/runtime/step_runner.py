@@ -181,6 +181,8 @@ class StepRunner:
             if is_following and storage not in self.state.candidates[0].plan_storages:
                 self._moves.make(StorageSaved(NO_STORAGE, tick))
                 return None
+            if storage in self._moves.copied_storages:
+                self._moves.take_over()  # the extension was not sure whether the step is that of the trace
             self.state.storages.by_id[storage] = saved
             saved.add_view(index, tensor)
             packed = PackedTensor(self.retire, index, saved, tensor._version)
