@@ -142,8 +142,8 @@ void bind_planned_storages(py::module_& module) {
       .def("begin_arriving",
           [](Planned& planned, int64_t id, const py::handle& back) { planned.begin_arriving(id, unpack(back)); },
           "Note that a copy is being read into a new storage.")
-      .def("find_moving", [](Planned& planned, int64_t id) { return unshare(planned.find_moving(id)); },
-          "Return the copy if its transfer may still run, else None.")
+      .def("find_arriving", [](Planned& planned, int64_t id) { return unshare(planned.find_arriving(id)); },
+          "Return the copy of a storage that is coming back, if its transfer may still run; else None.")
       .def("finish", &Planned::finish, "Note that compute waits for the transfer.")
       .def("lose", &Planned::lose, "Note that a storage did not arrive.")
       .def("holds", &Planned::holds, "Return whether autograd holds a storage of this id.")

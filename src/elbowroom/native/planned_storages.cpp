@@ -135,10 +135,10 @@ void PlannedStorages::begin_arriving(int64_t id, const c10::Storage& back) {
   watch_->table().put(back, storage->record);
 }
 
-PythonObject PlannedStorages::find_moving(int64_t id) {
+PythonObject PlannedStorages::find_arriving(int64_t id) {
   const std::lock_guard<std::mutex> guard(mutex_);
   const PlannedStoragePtr storage = find(id);
-  return storage && is_moving(storage->place) ? storage->copy : nullptr;
+  return storage && storage->place == Place::ARRIVING ? storage->copy : nullptr;
 }
 
 void PlannedStorages::finish(int64_t id) {

@@ -97,8 +97,8 @@ class PlannedStorages {
   // released, that one is used, and the copy freed.
   PythonObject find_away(int64_t id);
   void begin_arriving(int64_t id, const c10::Storage& back);
-  // Returns the copy if its transfer is not known to be over; else null.
-  PythonObject find_moving(int64_t id);
+  // Returns the copy of a storage that is coming back; null if the transfer is known to be over.
+  PythonObject find_arriving(int64_t id);
   // Notes that compute waits for the transfer.
   void finish(int64_t id);
   // Notes that a reload failed.

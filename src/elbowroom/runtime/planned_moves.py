@@ -92,7 +92,7 @@ class PlannedMoves:
         """
         if not self._reload(storage):
             return False
-        copy = self._storages.find_moving(storage)
+        copy = self._storages.find_arriving(storage)
         if copy is not None:
             try:
                 self._transfers.finish(copy)
@@ -135,8 +135,9 @@ class PlannedMoves:
             return True  # it has not left, or the program still holds it
         alignment_bytes = self._alignment_bytes
         nbytes = -(-self._sizes[storage].nbytes // alignment_bytes) * alignment_bytes
-        if self._guard.count_missing(nbytes) > 0:
-            return False
+        while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
+            if not self._guard.move_state(missing_bytes, spares_soon=True):
+                return False
         try:
             with Hidden():
                 back = self._transfers.reload(copy)
