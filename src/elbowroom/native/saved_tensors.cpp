@@ -113,7 +113,11 @@ SavePtr SavedTensors::save(const at::Tensor& tensor) {
     if (tick && record) keep(made, tensor, record);
     is_away = made->home && made->home->place == PlannedStorage::Place::AWAY;
   }
-  if (is_away) made->view->release();  // the program alone still holds it
+  if (is_away) {  // the program alone still holds it
+    at::Tensor empty = made->view->make_empty();
+    const std::lock_guard<std::mutex> guard(mutex_);
+    empty = made->view->release(std::move(empty));
+  }
   if (!tick) {
     Answer answer = callbacks_.save(made->index, tensor, record);
     made->handle = std::move(answer.handle);
