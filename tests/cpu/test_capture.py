@@ -15,10 +15,12 @@ import elbowroom
 from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.shipped import load_shipped
+from elbowroom.hooks.cpu_ledger import CpuLedger
+from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Role, Trace
 from elbowroom.planner.problem import pose
-from elbowroom.tracing.live import match_ops
+from elbowroom.tracing.live import LiveCapture, match_ops
 from elbowroom.tracing.residents import list_resident_tensors, list_residents
 from tests.models import MODELS, Made
 
@@ -261,3 +263,15 @@ def test_a_step_that_is_mostly_state_is_planned_below_the_floor_of_its_activatio
     forecast = elbowroom.simulate(trace, costs, plan)
     assert forecast.peak_bytes <= budget_bytes
     assert forecast.state_offloaded_bytes > forecast.offloaded_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("device", "is_first", "is_settled"), [("cuda", True, False), ("cuda", False, True), ("cpu", True, True)]
+)
+def test_op_times_of_a_first_step_on_a_card_do_not_count(device: str, is_first: bool, is_settled: bool) -> None:
+    model = nn.Linear(2, 2)
+    meter = CpuMeter(CpuLedger())
+    capture = LiveCapture(
+        "", torch.device(device), model, [torch.optim.SGD(model.parameters())], meter, is_first=is_first
+    )
+    assert capture.is_settled is is_settled

@@ -112,6 +112,29 @@ def find_budget(name: str, share: float, profile: HardwareProfile) -> int:
     return int((floor_bytes + share * (room.planned.forecast.peak_bytes - floor_bytes)) * 1.01)
 
 
+def test_a_step_in_which_everything_fits_leaves_the_limit_alone(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(64, 64)
+    use_device_ledger(monkeypatch)
+    optimizer = torch.optim.SGD(model.parameters())
+    set_fraction, shares = torch.cuda.set_per_process_memory_fraction, list[float]()
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda share, device=None: shares.append(share) or set_fraction(share),
+    )
+    with elbowroom.fit(model, optimizer, NO_LIMIT_BYTES >> 12, profile=profile) as room:
+        for _ in range(4):
+            shares.clear()
+            with room.step():
+                model(torch.ones(8, 64)).sum().backward()
+        assert room.journal().steps[-1].mode is Mode.PLAIN and not shares
+        with room.step():
+            torch.cuda.set_per_process_memory_fraction(0.5)
+        assert torch.cuda.get_per_process_memory_fraction() == 0.5  # the program's
+
+
 @pytest.mark.parametrize(
     ("name", "share", "schedule", "options"),
     [

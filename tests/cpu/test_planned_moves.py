@@ -38,9 +38,16 @@ class Job:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.start = {name: each.clone() for name, each in self.model.state_dict().items()}
 
-    def step(self, touch: Touch | None = None, *, shows: bool = False) -> torch.Tensor:
-        """One step. `shows`: whether it computes something beside, of which nothing is saved."""
+    def step(self, touch: Touch | None = None, *, shows: bool = False, is_shared: bool = False) -> torch.Tensor:
+        """One step.
+
+        Args:
+            shows: whether it computes something beside, of which nothing is saved.
+            is_shared: whether NumPy has the memory of its inputs.
+        """
         x = torch.randn(ROWS, WIDTH)
+        if is_shared:
+            x = torch.from_numpy(x.numpy().copy())
         for index, layer in enumerate(self.model):
             x = layer(x)
             if shows and index == 1:
@@ -105,14 +112,22 @@ def fit(request: pytest.FixtureRequest, profile: HardwareProfile, monkeypatch: p
 def takeovers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of each step that did not go as planned, what the machine took over at."""
     found: list[str] = []
-    take_over = StepMoves.take_over
+    packs: list[int] = []
+    take_over, pack = StepMoves.take_over, StepMoves._pack
 
     def noted(moves: StepMoves) -> None:
-        if moves._planned is not None and moves._state.saved_tensors.planned.holds_any:
-            found.append(moves._state.phase.name)
+        packs.clear()
+        phase = moves._state.phase.name
         take_over(moves)
+        if packs:
+            found.append(phase)
+
+    def noted_pack(moves: StepMoves, save: Any, planned: Any) -> Any:
+        packs.append(save.index)
+        return pack(moves, save, planned)
 
     monkeypatch.setattr(StepMoves, "take_over", noted)
+    monkeypatch.setattr(StepMoves, "_pack", noted_pack)
     return found
 
 
@@ -215,6 +230,25 @@ def test_a_step_that_saves_more_than_its_trace_leaves_the_plan_with_storages_awa
         found = job.train(save_more, room)
         assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
         assert [record.mode for record in room.journal().steps[-STEPS:]] == [Mode.PLANNED, Mode.DRIFTED, Mode.PLANNED]
+
+
+def test_a_storage_that_numpy_shares_stays_and_the_others_leave(fit: Any, takeovers: list[str]) -> None:
+    job, other = Job(), Job()
+    with fit(job) as room:
+        (first, *_) = room.planned.trace.saves
+        assert first.storage in room.planned.candidate.copied_storages
+        job.model.load_state_dict(job.start)
+        torch.manual_seed(5)
+        before = room.journal().steps[-1].offloaded_bytes
+        with room.step():
+            job.step(is_shared=True)
+        record = room.journal().steps[-1]
+        assert 0 < record.offloaded_bytes < before
+        assert "NumPy" in record.note
+    assert not takeovers
+    torch.manual_seed(5)
+    other.step(is_shared=True)
+    assert all(torch.equal(*pair) for pair in zip(job.model.parameters(), other.model.parameters(), strict=True))
 
 
 def save_more(tensor: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ class CudaLedger:
         self._device, self._name = device, str(device)
         self._total_bytes = torch.cuda.get_device_properties(device).total_memory
         self._fraction: float | None = None  # of the program; None outside of steps, or if the allocator knows none
-        self._set_fraction: float | None = None  # in force; setting it asks the driver, which may take long
+        self._set_fraction: float | None = None  # in force
         self._make_room: MakeRoom | None = None
         self._limit_bytes = NO_LIMIT
         self._beyond_bytes = 0  # may be reserved beyond the limit

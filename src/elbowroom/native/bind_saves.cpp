@@ -147,7 +147,6 @@ void bind_planned_storages(py::module_& module) {
       .def("finish", &Planned::finish, "Note that compute waits for the transfer.")
       .def("lose", &Planned::lose, "Note that a storage did not arrive.")
       .def("holds", &Planned::holds, "Return whether autograd holds a storage of this id.")
-      .def_property_readonly("holds_any", &Planned::holds_any, "Whether autograd holds any of them.")
       .def("take_freed",
           [](Planned& planned) {
             py::list list;

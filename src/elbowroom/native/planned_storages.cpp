@@ -48,11 +48,6 @@ bool PlannedStorages::holds(int64_t id) const {
   return find(id) != nullptr;
 }
 
-bool PlannedStorages::holds_any() const {
-  const std::lock_guard<std::mutex> guard(mutex_);
-  return !storages_.empty();
-}
-
 PlannedStorages::Handover PlannedStorages::hand_over(PlannedStorage& storage, const SavedViewPtr& view) {
   const bool is_first = !std::exchange(storage.is_handed_over, true);
   Handover given{view, is_first, storage.place, storage.back, std::nullopt, std::exchange(storage.copy, nullptr)};

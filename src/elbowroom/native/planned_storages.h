@@ -103,9 +103,8 @@ class PlannedStorages {
   void finish(int64_t id);
   // Notes that a reload failed.
   void lose(int64_t id);
-  // Tells whether autograd holds a storage of this id, or any.
+  // Tells whether autograd holds a storage of this id.
   bool holds(int64_t id) const;
-  bool holds_any() const;
   // Returns the copies of storages that autograd has given up, and whether their transfers may still run.
   std::vector<std::pair<PythonObject, bool>> take_freed();
 

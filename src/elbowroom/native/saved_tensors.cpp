@@ -180,7 +180,11 @@ at::Tensor SavedTensors::need(const SavePtr& save) {
     return given.defined() ? given : kept;
   }
   if (home) {
-    if (!found) return callbacks_.bring(save, home->id, *tick);
+    if (!found) {
+      at::Tensor given = callbacks_.bring(save, home->id, *tick);
+      TORCH_CHECK(given.defined(), "this graph is of a step that was interrupted as it ended: run its forward pass again");
+      return given;
+    }
     kept = found->make();
   }
   if (is_due) callbacks_.move(*tick);

@@ -30,6 +30,8 @@ from elbowroom.runtime.transfers import Transfers
 
 T = TypeVar("T")
 
+SHARED = "NumPy or another process shares its memory"
+
 
 class ActionExecutor:
     """Performs the actions of one step.
@@ -194,7 +196,7 @@ class ActionExecutor:
         assert storage is not None
         if is_shared(storage):  # others may write to it until autograd asks for it
             self._machine.refuse(saved.record.id)
-            self._state.refusal = self._state.refusal or "NumPy or another process shares its memory"
+            self._state.refusal = self._state.refusal or SHARED
             return
         if self._guard.is_paged(storage):  # an op in slices has moved it out in place, and it leaves in place again
             self._machine.refuse(saved.record.id)

@@ -25,7 +25,7 @@ class Phase(enum.Enum):
     """
 
     CAPTURING = 0, False, False, True  # every storage that may leave the device leaves as soon as it is saved
-    FOLLOWING_PLAN = 1, True, False, True  # saves and needs of storages that the plan does not move are only logged
+    FOLLOWING_PLAN = 1, True, False, True  # saves and needs of storages that stay or are only copied are only logged
     UNPRESSURED = 2, False, False, True  # no plan and no shortage: all saves and needs are only logged
     MANAGED = 3, False, False, True  # storages leave when memory is short; all events are reported to the machine
     SETTLING = 4, False, True, True  # dropped storages are recomputed while their inputs exist, within the budget

@@ -14,6 +14,7 @@ from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.ir.placement import CopySlot
 from elbowroom.residency.machine import State
 from elbowroom.residency.plan_policy import COPIES, NEVER, RELOADS
+from elbowroom.runtime.action_executor import SHARED
 from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.step_state import StepState
 from elbowroom.runtime.transfers import Transfers
@@ -38,8 +39,8 @@ class PlannedMoves:
 
     def __init__(self, state: StepState, guard: MemoryGuard, transfers: Transfers) -> None:
         candidate = state.candidates[0]
+        self._state = state
         self._storages = state.saved_tensors.planned
-        self._activity_log = state.activity_log
         self._alignment_bytes = state.storages.alignment_bytes
         self._sizes = candidate.trace.storages
         self._moves = candidate.copy_moves
@@ -106,14 +107,17 @@ class PlannedMoves:
         home = self._storages.find_resident(storage)
         if home is None:
             return True  # it has a copy, or autograd has given it up
-        if is_shared(home) or self._guard.is_paged(home):
-            return False
+        if is_shared(home):  # others may write to it: it stays
+            self._state.refusal = self._state.refusal or SHARED
+            return True
+        if self._guard.is_paged(home):
+            return True  # an op in slices has moved it out in place, and it leaves in place again
         try:
             with Hidden():
                 copy = self._transfers.offload(home, slot)
         except TierError:
             return False
-        self._activity_log.name_transfer(copy, storage)
+        self._state.activity_log.name_transfer(copy, storage)
         self._storages.begin_leaving(storage, copy)
         return True
 
@@ -143,6 +147,6 @@ class PlannedMoves:
                 back = self._transfers.reload(copy)
         except (TierError, *NO_ROOM):
             return False
-        self._activity_log.name_transfer(copy, storage)
+        self._state.activity_log.name_transfer(copy, storage)
         self._storages.begin_arriving(storage, back)
         return True
