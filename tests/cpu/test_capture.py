@@ -269,9 +269,8 @@ def test_a_step_that_is_mostly_state_is_planned_below_the_floor_of_its_activatio
     ("device", "is_first", "is_settled"), [("cuda", True, False), ("cuda", False, True), ("cpu", True, True)]
 )
 def test_op_times_of_a_first_step_on_a_card_do_not_count(device: str, is_first: bool, is_settled: bool) -> None:
-    model = nn.Linear(2, 2)
-    meter = CpuMeter(CpuLedger())
-    capture = LiveCapture(
-        "", torch.device(device), model, [torch.optim.SGD(model.parameters())], meter, is_first=is_first
-    )
+    model, ledger = nn.Linear(2, 2), CpuLedger()
+    optimizer = torch.optim.SGD(model.parameters())
+    capture = LiveCapture("", torch.device(device), model, [optimizer], CpuMeter(ledger), is_first=is_first)
     assert capture.is_settled is is_settled
+    ledger.close()

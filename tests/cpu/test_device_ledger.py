@@ -119,11 +119,12 @@ def test_a_step_in_which_everything_fits_leaves_the_limit_alone(
     use_device_ledger(monkeypatch)
     optimizer = torch.optim.SGD(model.parameters())
     set_fraction, shares = torch.cuda.set_per_process_memory_fraction, list[float]()
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_per_process_memory_fraction",
-        lambda share, device=None: shares.append(share) or set_fraction(share),
-    )
+
+    def noted(share: float, device: Any = None) -> None:
+        shares.append(share)
+        set_fraction(share, device)
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", noted)
     with elbowroom.fit(model, optimizer, NO_LIMIT_BYTES >> 12, profile=profile) as room:
         for _ in range(4):
             shares.clear()
