@@ -14,7 +14,7 @@ import torch
 from elbowroom.compilation import ENOUGH, LoopCompiler
 from elbowroom.config import Config
 from elbowroom.cost.prediction_check import is_off
-from elbowroom.cost.price import correct, price
+from elbowroom.cost.price import price
 from elbowroom.cost.recordings import leave_out_replays, smooth_recordings
 from elbowroom.errors import Infeasible
 from elbowroom.hardware.past_times import PastTimes
@@ -35,7 +35,6 @@ from elbowroom.planner.problem import fit_slices, pose
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.slicing.choice import Slices
 from elbowroom.planning_times import QUICK, SEARCH, PlanningTimes
-from elbowroom.simulator.simulate import simulate
 
 logger = logging.getLogger(__name__)
 
@@ -319,18 +318,10 @@ class PlanCache:
             if entry.source is Source.MEASURED and not entry.is_agreed:
                 entry.source = Source.DOUBTED
         if not is_settled:
-            self._correct(entry)
-
-    def _correct(self, entry: PlanCacheEntry) -> None:
-        planned = entry.planned
-        beyond = statistics.median(entry.busy_seconds[1:]) - planned.busy_seconds
-        costs = correct(planned.costs, beyond)
-        forecast = simulate(
-            planned.trace, costs, planned.plan, host_bytes=self.lease.host_bytes, placement=planned.placement
-        )
-        entry.planned = dataclasses.replace(planned, costs=costs, forecast=forecast)
-        if len(entry.busy_seconds) > STEPS_THAT_SET_THE_PACE:
-            entry.predicted_seconds = entry.planned.busy_seconds
+            beyond_seconds = statistics.median(entry.busy_seconds[1:]) - entry.planned.busy_seconds
+            entry.planned = entry.planned.correct(beyond_seconds)
+            if len(entry.busy_seconds) > STEPS_THAT_SET_THE_PACE:
+                entry.predicted_seconds = entry.planned.busy_seconds
 
     def price_step(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> Costs:
         """Return the costs of a step on this machine."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from elbowroom.cost.price import correct
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.placement import Placement
@@ -22,8 +23,15 @@ class PlannedStep:
     trace: Trace
     costs: Costs = dataclasses.field(repr=False)
     plan: Plan
-    forecast: Forecast
     placement: Placement = dataclasses.field(repr=False)
+    host_bytes: int | None = None
+
+    @functools.cached_property
+    def forecast(self) -> Forecast:
+        """Forecast of the step under its plan."""
+        return PreparedTrace(self.trace, self.costs, host_bytes=self.host_bytes).run(
+            self.plan, placement=self.placement
+        )
 
     def _repr_html_(self) -> str:
         plan, forecast = self.plan, self.forecast
@@ -49,10 +57,22 @@ class PlannedStep:
         """True if the plan moves nothing."""
         return not (self.plan.decisions or self.plan.state)
 
-    @property
+    @functools.cached_property
     def busy_seconds(self) -> float:
         """Forecast seconds of the step, stalls excluded."""
         return self.forecast.step_seconds - self.forecast.stall_seconds
+
+    @functools.cached_property
+    def peak_bytes(self) -> int:
+        """Forecast peak."""
+        return self.forecast.peak_bytes
+
+    def correct(self, seconds: float) -> PlannedStep:
+        """Return the same step, which takes so many more seconds, or fewer."""
+        corrected = dataclasses.replace(self, costs=correct(self.costs, seconds))
+        if self.is_plain:  # else the simulator would take as long as a small step, for a forecast that nobody may need
+            vars(corrected).update(peak_bytes=self.peak_bytes, busy_seconds=self.busy_seconds + seconds)
+        return corrected
 
     @functools.cached_property
     def candidate(self) -> Candidate:
@@ -63,7 +83,7 @@ class PlannedStep:
     def activation_bytes(self) -> int:
         """Bytes at the peak beyond those that exist before the step."""
         there = sum(home.nbytes for home in self.trace.storages if home.created < 0 and home.role is not Role.INPUT)
-        return max(0, self.forecast.peak_bytes - there)
+        return max(0, self.peak_bytes - there)
 
     def count_spare_bytes(self, budget_bytes: int, live_bytes: int) -> int:
         """Return the bytes of a budget that a step leaves free; negative if it goes over it.
@@ -72,7 +92,7 @@ class PlannedStep:
             live_bytes: on the device before the step, and model state that is away. Beside what the trace knows, the
                 program may hold more by now.
         """
-        return budget_bytes - self.forecast.peak_bytes - max(0, self.count_more(live_bytes))
+        return budget_bytes - self.peak_bytes - max(0, self.count_more(live_bytes))
 
     def count_more(self, live_bytes: int) -> int:
         """Return how many more bytes are on the device before the step than the trace knows; negative if it is less."""
@@ -94,5 +114,6 @@ def forecast_plan(trace: Trace, costs: Costs, plan: Plan, host_bytes: int | None
         TraceError: the costs belong to another trace, or are invalid.
     """
     replay = PreparedTrace(trace, costs, host_bytes=host_bytes)
-    placement = replay.place(plan)
-    return PlannedStep(trace, costs, plan, replay.run(plan, placement=placement), placement)
+    planned = PlannedStep(trace, costs, plan, replay.place(plan), host_bytes)
+    vars(planned)["forecast"] = replay.run(plan, placement=planned.placement)  # the trace is prepared
+    return planned

@@ -15,13 +15,16 @@ from torch import nn
 
 import elbowroom
 from elbowroom.errors import Infeasible, UnknownMember, UsageError
+from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.ir.lease import Lease
+from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import release_unneeded
 from elbowroom.plan_cache import STEPS_THAT_SET_THE_PACE
 from elbowroom.planner.plain import EVERYTHING_FITS
 from elbowroom.planner.problem import pose
+from elbowroom.simulator.planned import PreparedTrace
 
 WIDTH, LAYERS = 64, 6
 Step = Callable[..., torch.Tensor]
@@ -490,6 +493,41 @@ def test_the_forecast_keeps_the_pace(profile: HardwareProfile, monkeypatch: pyte
             assert room.planned.forecast.step_seconds == pytest.approx(expected, rel=0.05, abs=0.02), planned_steps
         assert STEPS_THAT_SET_THE_PACE == 5
         assert room.planned.plan == first.plan and room.planned.forecast.peak_bytes == first.forecast.peak_bytes
+
+
+def test_a_step_in_which_everything_fits_is_not_simulated(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulator takes as long as a small step. Its forecast, made when it is asked for, has the measured time."""
+    model, optimizer, step = make()
+    runs: list[Plan] = []
+    run = PreparedTrace.run
+
+    def counted(prepared: PreparedTrace, plan: Plan, **options: Any) -> Forecast:
+        runs.append(plan)
+        return run(prepared, plan, **options)
+
+    with elbowroom.fit(model, optimizer, "8GiB", profile=profile) as room:
+        for index in range(3):
+            with room.step():
+                step(index)
+        assert room.planned is not None and room.planned.is_plain
+        first = room.planned.forecast
+        monkeypatch.setattr(PreparedTrace, "run", counted)
+        for index in range(12):
+            with room.step():
+                step(index)
+            if index == 6:  # as if steps took another time from here on: the pace is found anew
+                fails = iter([True])
+                monkeypatch.setattr(
+                    room._cache.entries[0].check, "fails", lambda *_, fails=fails, **__: next(fails, False)
+                )
+        assert room.journal().steps[-1].mode is Mode.PLAIN and not runs
+        planned = room.planned
+        assert planned.forecast.peak_bytes == planned.peak_bytes == first.peak_bytes
+        taken = planned.forecast.step_seconds - planned.forecast.stall_seconds
+        assert taken == pytest.approx(planned.busy_seconds) and taken != pytest.approx(first.step_seconds, rel=1e-9)
+        assert len(runs) == 1
 
 
 def test_a_report_at_every_moment(profile: HardwareProfile) -> None:
