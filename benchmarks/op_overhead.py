@@ -4,9 +4,11 @@
 
 Loops of small ops in a forward and a backward pass, on the CPU: bare PyTorch, a dispatch mode that only calls the op,
 and dynamic steps with room for everything: in a room that never had too little ("dynamic"), and after a step that had
-too little, so that what may move is recorded ("short"), or all that there is ("recorded"). And steps that follow a plan
-that moves nothing ("planned"). Rounds take turns in one process; figures are medians over rounds, and of what is added
-the difference of the fastest as well, which other jobs on the machine disturb least.
+too little, so that what may move is recorded ("short"), or all that there is ("recorded"). And steps that follow a
+plan that moves nothing: where the model's state is small ("planned"), and where it might have to leave ("state").
+Rounds take turns in one process, but for those of "state", which come last: in its room plain steps between its own are
+slower, too. Figures are medians over rounds, and of what is added the difference of the fastest as well, which other
+jobs on the machine disturb least.
 Then: what deciding takes, by how many storages there are to choose from.
 """
 
@@ -37,6 +39,9 @@ LAYERS = 100
 
 LARGE_ROWS, SMALL_BYTES = 4096, 64 << 20
 """A batch whose step takes 150 MB, and a budget that is too small for it and large for the others."""
+
+STATE_BYTES = 32 << 20
+"""Of a parameter that no op uses, so that state is a third of the budget."""
 
 
 class Bare(TorchDispatchMode):
@@ -146,6 +151,20 @@ def time_decisions(policy: str, count: int) -> float:
     return (time.perf_counter() - begin) / 100
 
 
+Contexts = dict[str, tuple[Callable[[], None], Callable[[], AbstractContextManager[Any]]]]
+
+
+def run_rounds(contexts: Contexts, rounds: int) -> dict[str, list[float]]:
+    """Seconds of the steps of each context, which take turns."""
+    for run, make in contexts.values():
+        take(run, make())
+    taken: dict[str, list[float]] = {name: [] for name in contexts}
+    for _ in range(rounds):
+        for name, (run, make) in contexts.items():
+            taken[name].append(take(run, make()))
+    return taken
+
+
 def main() -> None:
     """Measure, print, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -164,7 +183,7 @@ def main() -> None:
             options = {"mode": "dynamic"} | options
             return stack.enter_context(elbowroom.fit(*made[:2], nbytes, **options))
 
-        contexts: dict[str, tuple[Callable[[], None], Callable[[], AbstractContextManager[Any]]]] = {
+        contexts: Contexts = {
             "plain": (step[2], contextlib.nullcontext), "bare mode": (step[2], Bare),
             "dynamic": (step[2], make_room(step, 1 << 40).step),
         }  # fmt: skip
@@ -176,23 +195,25 @@ def main() -> None:
             if not sum(record.offloaded_bytes + record.recomputed for record in room.journal().steps):
                 raise SystemExit("the large step fits: nothing is recorded")
             contexts[name] = same_step[2], room.step
-        planned = make_step()
-        room = make_room(planned, 1 << 40, mode="auto", always_watch=True)
-        while room.planned is None or room.journal().steps[-1].mode is not Mode.PLANNED:
-            take(planned[2], room.step())
-        contexts["planned"] = planned[2], room.step
-        for run, make in contexts.values():
-            take(run, make())
-        taken: dict[str, list[float]] = {name: [] for name in contexts}
-        for _ in range(parsed.rounds):
-            for name, (run, make) in contexts.items():
-                taken[name].append(take(run, make()))
+
+        def plan(nbytes: int) -> tuple[Callable[[], None], Callable[[], AbstractContextManager[Any]]]:
+            """A step that follows a plan that moves nothing, within so many bytes."""
+            same_step = make_step()
+            same_step[0].register_parameter("frozen", nn.Parameter(torch.zeros(STATE_BYTES // 4), requires_grad=False))
+            room = make_room(same_step, nbytes, mode="auto", always_watch=True)
+            while room.planned is None or room.journal().steps[-1].mode is not Mode.PLANNED:
+                take(same_step[2], room.step())
+            return same_step[2], room.step
+
+        contexts["planned"] = plan(1 << 40)
+        taken = run_rounds(contexts, parsed.rounds)
+        taken |= run_rounds({"state": plan(3 * STATE_BYTES)}, parsed.rounds)
     results: list[dict[str, Any]] = []
     for name, seconds in taken.items():
         each = statistics.median(seconds) / counter.ops
         results.append({"what": name, "ops": counter.ops, "seconds_an_op": each})
         print(f"{name:10} {each * 1e6:7.1f} us an op, {counter.ops} ops")
-    for name in ("dynamic", "short", "recorded", "planned"):
+    for name in ("dynamic", "short", "recorded", "planned", "state"):
         over = statistics.median(b - a for a, b in zip(taken["plain"], taken[name], strict=True)) / counter.ops
         least = (min(taken[name]) - min(taken["plain"])) / counter.ops
         what = f"{name} over plain"

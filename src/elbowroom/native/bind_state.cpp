@@ -77,6 +77,7 @@ py::object run_with_state(const py::list& inputs, const py::list& written, const
     return tensors;
   };
   const StateUse use(list(inputs), list(written));
+  const CalledBack called_back;
   return call();
 }
 
@@ -160,6 +161,8 @@ void bind_state(py::module_& module) {
         guard.change(settings);
         run_waiting([&] { run(); });
       }, py::arg("run"), py::arg("settings"), "Call a function that runs ops that waited, with the settings of theirs.");
+  module.def("show_addresses", &StateTable::show_addresses, py::call_guard<py::gil_scoped_release>(), py::arg("shows"),
+      "Have what is away show a null address to whatever asks for one, where it would raise an error.");
   module.def("watch_all_threads", &watch_all_threads, py::call_guard<py::gil_scoped_release>(),
       "Watch the ops of other threads if there is managed state.");
   module.def("update_watching", [] {

@@ -61,6 +61,7 @@ class PythonCall {
   const c10::impl::ForceDispatchKeyGuard default_keys_{
       c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{})};
   const c10::AutoGradMode no_grad_{false};
+  const CalledBack called_back_;
   PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
 };
 

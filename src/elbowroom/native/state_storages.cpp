@@ -7,7 +7,6 @@
 #include <c10/core/impl/COW.h>
 #include <c10/util/flat_hash_map.h>
 #include <pthread.h>
-#include <torch/headeronly/version.h>
 
 #include <algorithm>
 #include <mutex>
@@ -80,29 +79,37 @@ void note_begun(StateUse::Pins& pins) {
 // Whether an op goes on to use what it was given after it has returned. (The names of its kinds have a dot for "::".)
 bool is_asynchronous(const OpKind& op) { return op.name.starts_with("c10d.") || op.name.starts_with("_c10d_functional."); }
 
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
-// These versions cannot take a refusal back, so its flag is cleared here. It is private; an explicit instantiation may
-// name it.
+// Flags that PyTorch sets and does not take back in all versions. They are private; an explicit instantiation may name them.
 bool& get_refusal(c10::StorageImpl& storage);
-template <bool c10::StorageImpl::*Member>
-struct Refusal {
-  friend bool& get_refusal(c10::StorageImpl& storage) { return storage.*Member; }
+bool& get_mutable_refusal(c10::StorageImpl& storage);
+template <bool c10::StorageImpl::*Refusal, bool c10::StorageImpl::*MutableRefusal>
+struct Refusals {
+  friend bool& get_refusal(c10::StorageImpl& storage) { return storage.*Refusal; }
+  friend bool& get_mutable_refusal(c10::StorageImpl& storage) { return storage.*MutableRefusal; }
 };
-template struct Refusal<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
-#endif
+template struct Refusals<&c10::StorageImpl::throw_on_immutable_data_ptr_, &c10::StorageImpl::throw_on_mutable_data_ptr_>;
 
-// Has accesses to the memory raise an error.
+// Has accesses to the memory raise an error, with our message.
 void refuse_access(c10::StorageImpl& storage) { storage.release_data_and_set_meta_custom_data_ptr_error_msg_(AWAY); }
 
+// Has only accesses that may write raise an error, with PyTorch's message. The address is null.
+void show_address(c10::StorageImpl& storage) {
+  get_refusal(storage) = false;
+  get_mutable_refusal(storage) = true;
+}
+
 // To be called before other memory is set, which makes it effective.
-template <typename Impl>
-void allow_access(Impl& storage) {
-  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
-    storage.clear_data_ptr_access_error_msg_();
-  } else {
-    get_refusal(storage) = false;
-    storage.get_extra_meta().custom_data_ptr_error_msg_ = std::nullopt;
-  }
+void allow_access(c10::StorageImpl& storage) {
+  get_refusal(storage) = get_mutable_refusal(storage) = false;
+  storage.get_extra_meta().custom_data_ptr_error_msg_ = std::nullopt;
+}
+
+bool shows_addresses = false;  // with the mutex
+
+// Has accesses to the memory of a storage that is away raise an error. With the mutex.
+void guard_away(c10::StorageImpl& storage) {
+  refuse_access(storage);
+  if (shows_addresses) show_address(storage);
 }
 
 // Whether a storage shares its memory until someone writes to it.
@@ -162,7 +169,7 @@ bool StateStorage::empty() {
   if (!elbowroom::is_idle(*this) || is_written || is_away || static_cast<int64_t>(held->nbytes()) != nbytes) return false;
   c10::DataPtr& memory = held->_mutable_data_ptr_no_checks();
   if (memory.get() == nullptr) return false;
-  refuse_access(*held);
+  guard_away(*held);
   const c10::Device device = memory.device();
   freed = std::move(memory);
   held->set_data_ptr_noswap(c10::DataPtr(nullptr, device));
@@ -200,6 +207,7 @@ void StateStorage::refill(const c10::Storage& contents) {
 StateTable::StateTable(Restore restore, RunWaiting run_waiting)
     : restore_(std::move(restore)), run_waiting_(std::move(run_waiting)) {
   state_mutex();
+  watch_all_threads();  // registers the callback
 }
 
 void StateTable::note_waiting(std::vector<const c10::StorageImpl*> read, std::vector<const c10::StorageImpl*> written) {
@@ -257,8 +265,10 @@ std::pair<at::Tensor, StateStoragePtr> StateTable::make_away(
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(nbytes), c10::DataPtr(nullptr, device),
       c10::GetAllocator(device.type()), true));
-  refuse_access(*storage.unsafeGetStorageImpl());
-  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, device));
+  {
+    const std::lock_guard<std::mutex> guard(state_mutex());
+    guard_away(*storage.unsafeGetStorageImpl());
+  }
   const c10::DispatchKeySet keys(c10::computeDispatchKey(type, c10::kStrided, device));
   at::Tensor tensor =
       at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(type));
@@ -370,6 +380,16 @@ void StateTable::begin_step() {
   }
 }
 
+void StateTable::show_addresses(bool shows) {
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages;  // destroyed without the mutex
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  shows_addresses = shows;
+  for (const auto& [key, record] : state_records()) {
+    if (!record->is_away) continue;
+    if (auto held = record->storage.lock()) guard_away(*storages.emplace_back(std::move(held)));
+  }
+}
+
 StateUse::Pins::~Pins() {
   if (used.empty() && storages.empty()) return;
   const std::lock_guard<std::mutex> guard(state_mutex());
@@ -382,7 +402,7 @@ StateUse::StateUse(const OpKind& op, const c10::IValue* arguments, size_t count,
   const bool is_writing = op.may_write && kind != Kind::REPLAY;
   const Written written = is_writing ? list_written(op, arguments, count) : Written();
   for (size_t i = 0; i < count; ++i) {
-    visit_tensors(arguments[i], [&](const at::Tensor& tensor) { use(tensor); });
+    visit_tensors(arguments[i], [&](const at::Tensor& tensor) { add(tensor); });
     if (arguments[i].isStorage()) pins_.used.push_back(arguments[i].toStorage().unsafeGetStorageImpl());
   }
   start(written, kind);
@@ -391,15 +411,14 @@ StateUse::StateUse(const OpKind& op, const c10::IValue* arguments, size_t count,
     for (const StateStoragePtr& each : pins_.storages) each->is_staying = true;
     for (size_t i = 0; i < count; ++i) visit_tensors(arguments[i], keep);
   }
-  begin(kind);
+  restore(kind);
 }
 
 StateUse::StateUse(at::TensorList read, at::TensorList written, Kind kind) {
   if (!StateTable::is_any_managed()) return;
-  for (const at::Tensor& tensor : read) use(tensor);
-  for (const at::Tensor& tensor : written) use(tensor);
-  start(written, kind);
-  begin(kind);
+  for (const at::Tensor& tensor : read) add(tensor);
+  for (const at::Tensor& tensor : written) add(tensor);
+  begin(written, kind);
 }
 
 StateUse::StateUse(const StateStoragePtr& storage, bool is_written) {
@@ -410,7 +429,7 @@ StateUse::StateUse(const StateStoragePtr& storage, bool is_written) {
     pin(storage);
     find_waiting(storage->key, is_written ? c10::ArrayRef(storage->key) : c10::ArrayRef<const c10::StorageImpl*>());
   }
-  begin(Kind::OTHER);
+  restore(Kind::OTHER);
 }
 
 int64_t count_away_bytes(const c10::IValue* arguments, size_t count) {
@@ -437,10 +456,15 @@ UsesElsewhere count_uses_elsewhere() {
   return {ops.begun - begun_here, std::count_if(ops.running.begin(), ops.running.end(), is_elsewhere)};
 }
 
-void StateUse::use(const at::Tensor& tensor) {
+void StateUse::add(const at::Tensor& tensor) {
   const c10::StorageImpl* const storage = find_storage(tensor);
   auto& used = pins_.used;
   if (storage != nullptr && std::find(used.begin(), used.end(), storage) == used.end()) used.push_back(storage);
+}
+
+void StateUse::begin(at::TensorList written, Kind kind) {
+  start(written, kind);
+  restore(kind);
 }
 
 // Pins what the op uses, from now on also what a record is made of later.
@@ -480,7 +504,7 @@ void StateUse::pin(const StateStoragePtr& storage) {
   ++storage->pins;
 }
 
-void StateUse::begin(Kind kind) {
+void StateUse::restore(Kind kind) {
   for (const auto& table : waiting_) table->run_waiting_();
   c10::SmallVector<StateStoragePtr, 4> away;
   {
@@ -512,16 +536,54 @@ struct UnwatchedOp final : at::ObserverContext {
   StateUse use;
 };
 
+// While an op runs that comes to the watchers' key, or is made of such, where what it uses is brought back: other callbacks
+// come before that, and may look at the addresses of its arguments (profilers do). That of what is away is null.
+struct ShownOp final : at::ObserverContext {
+  explicit ShownOp(c10::ArrayRef<const c10::IValue> arguments) {
+    const std::lock_guard<std::mutex> guard(state_mutex());
+    for (const c10::IValue& argument : arguments) {
+      visit_tensors(argument, [&](const at::Tensor& tensor) {
+        const auto found = state_records().find(find_storage(tensor));
+        if (found != state_records().end() && found->second->is_away) shown.push_back(found->second);
+      });
+    }
+    for (const StateStoragePtr& each : shown) {
+      if (const auto held = each->storage.lock()) show_address(*held);
+    }
+  }
+  ~ShownOp() override {
+    std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages;  // destroyed without the mutex
+    const std::lock_guard<std::mutex> guard(state_mutex());
+    for (const StateStoragePtr& each : shown) {
+      auto held = each->storage.lock();
+      if (held && each->is_away) guard_away(*held);
+      storages.push_back(std::move(held));
+    }
+  }
+  std::vector<StateStoragePtr> shown;
+};
+
+// Whether PyTorch calls other callbacks than ours for this thread's ops.
+bool has_other_callbacks() {
+  const auto called = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+  return called && called->callbacks_.size() > 1;
+}
+
 // Errors stay here: what could not be restored raises one where it is accessed, and so do results that an op was to compute
 // first from what this one overwrites.
 std::unique_ptr<at::ObserverContext> begin_unwatched(const at::RecordFunction& function) {
   if (!StateTable::is_any_managed()) return nullptr;
-  if (is_key_active()) return hide_from_lookup(function);
+  const bool is_watched = is_key_active();
+  if (is_watched) {
+    auto lookup = hide_from_lookup(function);
+    if (lookup != nullptr || !has_other_callbacks()) return lookup;
+  }
   const auto name = function.operator_name();
   const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
   const OpKind* kind = op.has_value() ? find_kind(*op) : nullptr;
   if (kind == nullptr || !kind->uses_memory) return nullptr;
   const auto arguments = function.inputs();
+  if (is_watched) return std::make_unique<ShownOp>(arguments);
   try {
     return std::make_unique<UnwatchedOp>(*kind, arguments);
   } catch (const std::exception& error) {
@@ -531,18 +593,28 @@ std::unique_ptr<at::ObserverContext> begin_unwatched(const at::RecordFunction& f
   }
 }
 
+std::atomic<bool> is_watching_all{false};
+
 }  // namespace
+
+bool is_watching_all_threads() { return is_watching_all; }
 
 void watch_all_threads() {
   static auto* mutex = new std::mutex;
-  static at::CallbackHandle handle = 0;
-  const std::lock_guard<std::mutex> guard(*mutex);
-  if (StateTable::is_any_managed() == (handle != 0)) return;
-  if (handle != 0) {
-    at::removeCallback(std::exchange(handle, 0));
-  } else {
-    handle = at::addGlobalCallback(
+  // Registered once, before those of most profilers, which are to find in memory what an op is given.
+  static const at::CallbackHandle handle = [] {
+    const auto made = at::addGlobalCallback(
         at::RecordFunctionCallback(&begin_unwatched).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+    at::disableCallback(made);
+    return made;
+  }();
+  const std::lock_guard<std::mutex> guard(*mutex);
+  if (StateTable::is_any_managed() == is_watching_all) return;
+  is_watching_all = !is_watching_all;
+  if (is_watching_all) {
+    at::reenableCallback(handle);
+  } else {
+    at::disableCallback(handle);
   }
 }
 

@@ -106,6 +106,9 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   static void set_most_bytes(int64_t nbytes) { most_bytes = nbytes; }
   static int64_t get_most_bytes() { return most_bytes; }
 
+  // Sets whether what is away shows a null address to whatever asks for one, where it would raise an error. For all tables.
+  static void show_addresses(bool shows);
+
   static bool is_any_managed() { return managed.load(std::memory_order_relaxed) > 0; }
 
  private:
@@ -125,6 +128,7 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
 // Have the ops of all threads restore and pin what they use for as long as there is managed state; to be called where that
 // may have changed.
 void watch_all_threads();
+bool is_watching_all_threads();
 
 // While an op runs: what it uses is in memory, and stays there.
 class StateUse {
@@ -136,6 +140,8 @@ class StateUse {
     SLICED,  // an op of the program that runs in slices, and reads and writes what is away where it is: an event
   };
 
+  // Of what is added, from `begin` on.
+  StateUse() = default;
   StateUse(const OpKind& op, const c10::IValue* arguments, size_t count, Kind kind = Kind::STEP);
   // Of code that reads and writes these tensors.
   StateUse(at::TensorList read, at::TensorList written, Kind kind = Kind::STEP);
@@ -143,6 +149,10 @@ class StateUse {
   StateUse(const StateStoragePtr& storage, bool is_written);
   StateUse(const StateUse&) = delete;
   StateUse& operator=(const StateUse&) = delete;
+
+  void add(const at::Tensor& tensor);
+  // Brings back what was added, of which the op writes to `written`.
+  void begin(at::TensorList written, Kind kind = Kind::STEP);
 
   struct Pins {
     Pins() = default;
@@ -155,12 +165,11 @@ class StateUse {
   };
 
  private:
-  void use(const at::Tensor& tensor);
   void start(at::TensorList written, Kind kind);
   // Finds the tables whose ops have to run before one that uses and writes to these. With the mutex.
   void find_waiting(c10::ArrayRef<const c10::StorageImpl*> used, c10::ArrayRef<const c10::StorageImpl*> written);
   void pin(const StateStoragePtr& storage);
-  void begin(Kind kind);
+  void restore(Kind kind);
 
   Pins pins_;
   c10::SmallVector<std::shared_ptr<StateTable>, 1> waiting_;  // tables whose ops that wait have to run first

@@ -6,6 +6,7 @@
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -94,19 +95,24 @@ Tensors list_written(const OpKind& kind, const Arguments&... arguments) {
   return written;
 }
 
-// Runs a counted op that may have to be recorded.
+// Runs a counted op that may have to be recorded. `has_begun`: set where it may have written.
 class Counted final : public c10::OperatorKernel {
  public:
-  Counted(OpWatch& watch, const OpKind& kind, const OpWatch::Count& count) : watch_(watch), kind_(kind), count_(count) {}
+  Counted(OpWatch& watch, const OpKind& kind, const OpWatch::Count& count, bool& has_begun)
+      : watch_(watch), kind_(kind), count_(count), has_begun_(has_begun) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    watch_.run(op, kind_, count_, keys, stack, [&] { op.redispatchBoxed(keys & BELOW_WATCH, stack); });
+    watch_.run(op, kind_, count_, keys, stack, [&] {
+      has_begun_ = true;
+      op.redispatchBoxed(keys & BELOW_WATCH, stack);
+    });
   }
 
  private:
   OpWatch& watch_;
   const OpKind& kind_;
   const OpWatch::Count count_;
+  bool& has_begun_;
 };
 
 // Runs an op in slices that has failed as a whole.
@@ -133,50 +139,96 @@ struct Unboxed<Op, Result(Arguments...)> {
     static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
     static std::atomic<const OpKind*> known{nullptr};
     Thread& thread = get_thread();
-    OpWatch* const watch = keys.has_backend(c10::BackendComponent::MetaBit) ? nullptr : find_only_watch(thread);
-    if (watch == nullptr || watch->is_closed() || StateTable::is_any_managed()) {
+    if (StateTable::is_any_managed()) heed_profilers(thread);
+    const bool has_bytes = !keys.has_backend(c10::BackendComponent::MetaBit);
+    OpWatch* const watch = has_bytes ? find_only_watch(thread) : nullptr;
+    const bool is_unwatched = watch == nullptr && has_bytes && !may_be_changed(keys) && !has_watchers(thread);
+    if (!is_unwatched && (watch == nullptr || watch->is_closed() || watch->has_waiting)) {
       return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
     }
     const OpKind* kind = known.load(std::memory_order_acquire);
     if (kind == nullptr) known.store(kind = find_kind(op), std::memory_order_release);
+    if (is_unwatched) {
+      const auto run = [&]() -> Result {
+        const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(WATCHED_KEY)};
+        return Op::redispatch(keys & BELOW_WATCH, arguments...);
+      };
+      return run_with_state(*kind, thread, run, arguments...);
+    }
     const bool is_sliceable = kind->is_sliceable && watch->slicer() != nullptr && !may_be_changed(keys);
-    if (!is_sliceable) return run_whole(*watch, op, *kind, thread, keys, arguments...);
+    bool has_begun = false;
+    if (!is_sliceable) return run_whole(*watch, op, *kind, thread, keys, has_begun, arguments...);
     int64_t nbytes = 0;
     (visit_argument(arguments, [&](const at::Tensor& tensor) { nbytes += count_tensor_bytes(tensor); }), ...);
     if (nbytes >= watch->sliced_bytes || (kind->mean >= 0 && watch->is_tight(nbytes))) {
       return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
     }
     try {
-      return run_whole(*watch, op, *kind, thread, keys, arguments...);
+      return run_whole(*watch, op, *kind, thread, keys, has_begun, arguments...);
     } catch (python_error& refusal) {
-      if (kind->may_write) throw;  // its argument may be partly written
+      if (kind->may_write && has_begun) throw;  // its argument may be partly written
       return box(c10::BoxedKernel::makeFromFunctor(std::make_unique<Refused>(*watch, *kind, refusal)), op, keys, arguments...);
     }
   }
 
  private:
+  // Runs an op as a whole. `has_begun`: set where it may have written.
   static Result run_whole(
       OpWatch& watch, const c10::OperatorHandle& op, const OpKind& kind, Thread& thread, c10::DispatchKeySet keys,
-      Arguments... arguments) {
-    const OpWatch::Count count = watch.count(kind);
+      bool& has_begun, Arguments... arguments) {
+    if (!StateTable::is_any_managed()) return run_counted(watch, op, kind, watch.count(kind), thread, keys, has_begun, arguments...);
+    OpWatch::Count count;
+    const auto run = [&]() -> Result {
+      count = watch.count(kind);
+      watch.move_state(count.position, true);
+      return run_counted(watch, op, kind, count, thread, keys, has_begun, arguments...);
+    };
+    Returned<Result> returned;
+    returned = run_with_state(kind, thread, run, arguments...);
+    watch.move_state(count.position, false);  // what the op has used is free to leave by now
+    return returned.get();
+  }
+
+  // Calls `run` while what the op uses is in memory.
+  static Result run_with_state(
+      const OpKind& kind, Thread& thread, c10::function_ref<Result()> run, Arguments... arguments) {
+    if (!kind.uses_memory) return run();
+    StateUse use;
+    {
+      const Running restoring(kind.name, thread);  // for the message, if there is no room
+      (visit_argument(arguments, [&](const at::Tensor& tensor) { use.add(tensor); }), ...);
+      use.begin(kind.may_write ? list_written(kind, arguments...) : Tensors());
+    }
+    return run();
+  }
+
+  static Result run_counted(
+      OpWatch& watch, const c10::OperatorHandle& op, const OpKind& kind, const OpWatch::Count& count, Thread& thread,
+      c10::DispatchKeySet keys, bool& has_begun, Arguments... arguments) {
     const Busy busy(thread);
     const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(WATCHED_KEY)};
+    std::optional<CalledBack> called_back;  // the mode or subclass may use state that the op is not given
+    if (may_be_changed(keys)) called_back.emplace();
     if (watch.may_record(count, keys)) {
-      auto counted = std::make_unique<Counted>(watch, kind, count);
+      auto counted = std::make_unique<Counted>(watch, kind, count, has_begun);
       return box(c10::BoxedKernel::makeFromFunctor(std::move(counted)), op, keys, arguments...);
     }
-    if (kind.is_idle) return Op::redispatch(keys & BELOW_WATCH, arguments...);
+    const auto call = [&]() -> Result {
+      has_begun = true;
+      return Op::redispatch(keys & BELOW_WATCH, arguments...);
+    };
+    if (kind.is_idle) return call();
     const bool is_limited = watch.limits_device();
     if (!kind.may_write && !watch.may_retry(kind) && !is_limited) {
       watch.table().sweep_if_many();
       const Running running(kind.name, thread);
-      return Op::redispatch(keys & BELOW_WATCH, arguments...);
+      return call();
     }
     const Tensors written = kind.may_write ? list_written(kind, arguments...) : Tensors();
     Sizes sizes;
     if (is_limited) (visit_argument(arguments, [&](const at::Tensor& tensor) { sizes.add(tensor); }), ...);
     Returned<Result> returned;
-    watch.run_unrecorded(kind, written, sizes, [&] { returned = Op::redispatch(keys & BELOW_WATCH, arguments...); });
+    watch.run_unrecorded(kind, written, sizes, [&] { returned = call(); });
     return returned.get();
   }
 

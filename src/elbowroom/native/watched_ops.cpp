@@ -144,6 +144,7 @@ void run_in_python(PyObject* watcher, const c10::OperatorHandle& op, torch::jit:
   const at::impl::MaybeSetTLSOnEntryGuard entry;  // PyTorch 2.11 requires it of ops under a mode that the watcher enters
   // Ops that the watcher calls start below this key, as for a mode.
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
+  const CalledBack called_back;
   const OnTop guard(watcher);
   try {
     (*getPyInterpreter())->dispatch(op, stack);
@@ -179,6 +180,24 @@ void run_by(
 
 thread_local bool is_hidden = false;
 
+// Returns whether the callback for ops of unwatched threads is the only one that PyTorch calls for this thread's ops.
+bool is_only_callback_ours() {
+  if (!is_watching_all_threads() || !at::isRecordFunctionEnabled()) return false;
+  for (uint8_t i = 0; i < static_cast<uint8_t>(at::RecordScope::NUM_SCOPES); ++i) {
+    const auto scope = static_cast<at::RecordScope>(i);
+    const auto called = at::getStepCallbacksUnlessEmpty(scope);
+    if (called && called->callbacks_.size() > (scope == at::RecordScope::FUNCTION ? 1 : 0)) return false;
+  }
+  return true;
+}
+
+// Sets whether PyTorch skips callbacks for this thread's ops, where ours would be the only one. See `CalledBack`.
+void skip_callbacks(Thread& thread, bool skips) {
+  if (std::exchange(thread.skips_callbacks, false)) at::enableRecordFunction(true);
+  thread.skips_callbacks = skips && is_only_callback_ours();
+  if (thread.skips_callbacks) at::enableRecordFunction(false);
+}
+
 // Hides the key while Dynamo looks up compiled code for this thread's state.
 struct Lookup final : at::ObserverContext {
   Lookup() { c10::impl::tls_set_dispatch_key_included(KEY, false); }
@@ -196,6 +215,8 @@ namespace {
 
 void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
+  std::optional<CalledBack> called_back;  // the program's own ops may use state that they are not given
+  if (may_be_changed(keys) || !op.operator_name().name.starts_with("aten::")) called_back.emplace();
   op.redispatchBoxed(keys & BELOW_WATCH, stack);
 }
 
@@ -249,6 +270,7 @@ void run_waiting(c10::function_ref<void()> run) {
   const at::impl::MaybeSetTLSOnEntryGuard entry;  // as in `run_in_python`
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
   const c10::impl::IncludeDispatchKeyGuard key{c10::DispatchKeySet(KEY)};  // brings back what they use, or raises an error
+  const CalledBack called_back;
   const bool before = std::exchange(is_running, true);
   try {
     run();
@@ -333,14 +355,14 @@ class Statistics {
  public:
   Statistics(const OpKind& kind, const std::vector<c10::IValue>& arguments) : is_all_(kind.written.empty()) {
     if (!is_all_) return;
-    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
+    const HiddenOps hidden;
     for (const at::Tensor& each : list_written(kind, arguments.data(), arguments.size())) {
       pairs_.emplace_back(each, each.clone());
     }
   }
   // Returns false if the op may have written to something else.
   bool restore() const {
-    const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
+    const HiddenOps hidden;
     for (const auto& [tensor, former] : pairs_) tensor.copy_(former);
     return is_all_;
   }
@@ -380,6 +402,7 @@ void run_sliceable(
 void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   Thread& thread = get_thread();
   thread.moves = nullptr;
+  if (StateTable::is_any_managed()) heed_profilers(thread);
   OpWatch* const slicing = may_be_changed(keys) ? nullptr : find_slicing_watch(thread);
   const OpKind* kind = nullptr;
   const bool is_known = slicing != nullptr || StateTable::is_any_managed();
@@ -403,6 +426,8 @@ void lose_seconds(double seconds) {
   if (OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native()) watch->lose(seconds);
 }
 
+bool has_watchers(const Thread& thread) { return find_watchers(thread) != nullptr; }
+
 OpWatch* find_handed_watch() {
   const Watchers* watchers = find_watchers(get_thread());
   return watchers == nullptr ? nullptr : watchers->find_only();
@@ -410,6 +435,7 @@ OpWatch* find_handed_watch() {
 
 uint64_t hide_from_guards() {
   if (std::exchange(is_hidden, true)) return 0;
+  skip_callbacks(get_thread(), false);
   return at::addThreadLocalCallback(at::RecordFunctionCallback(&hide_from_lookup).scopes({at::RecordScope::FUNCTION}));
 }
 
@@ -424,13 +450,16 @@ TORCH_LIBRARY_IMPL(_, Fake, library) {
 }
 
 void update_key() {
-  const bool has_watchers = find_watchers(get_thread()) != nullptr;
-  c10::impl::tls_set_dispatch_key_included(KEY, has_watchers || StateTable::is_any_managed());
+  Thread& thread = get_thread();
+  const bool is_watched = has_watchers(thread);
+  c10::impl::tls_set_dispatch_key_included(KEY, is_watched || StateTable::is_any_managed());
+  skip_callbacks(thread, is_watched);
 }
 
 void set_watchers(const py::tuple& watchers) {
   Thread& thread = get_thread();
   c10::impl::tls_set_dispatch_key_included(KEY, !watchers.empty() || StateTable::is_any_managed());
+  skip_callbacks(thread, !watchers.empty());
   if (watchers.empty()) {
     forget_watchers<at::impl::ThreadLocalPythonObjects>();
     thread.watchers = nullptr;

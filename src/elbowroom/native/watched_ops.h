@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "op_kinds.h"
+#include "state_storages.h"
 
 namespace elbowroom {
 
@@ -30,6 +31,7 @@ struct Thread {
   OpWatch* moves = nullptr;  // whose plan may move state after the op that has run last
   int64_t position = -1;  // of that op among the expected ones
   double lost_seconds = 0;  // spent in our own Python code: not charged to ops
+  bool skips_callbacks = false;  // its ops come to its watchers, and PyTorch does not call callbacks for them
 };
 
 inline Thread& get_thread() {
@@ -44,6 +46,31 @@ constexpr c10::DispatchKeySet BELOW_WATCH(c10::DispatchKeySet::FULL_AFTER, WATCH
 // Whether watchers see ops before dispatch modes and tensor subclasses do, as in PyTorch 2.11 and 2.12.
 constexpr bool IS_ABOVE_MODES = WATCHED_KEY > c10::DispatchKey::Python;
 
+// While the ops of a thread come to its watchers, PyTorch does not call callbacks for them where ours would be the only
+// one (`RecordFunction`), since that costs as much as watching. It does while this object exists, for ops that use more
+// than the arguments of the op that they run in.
+class CalledBack {
+ public:
+  CalledBack() : is_needed_(StateTable::is_any_managed() && !at::isRecordFunctionEnabled()) {
+    if (is_needed_) at::enableRecordFunction(true);
+  }
+  ~CalledBack() {
+    if (is_needed_) at::enableRecordFunction(false);
+  }
+  CalledBack(const CalledBack&) = delete;
+  CalledBack& operator=(const CalledBack&) = delete;
+
+ private:
+  const bool is_needed_;
+};
+
+// Has PyTorch call the callbacks of a profiler that the program has started in the middle of a step, unless the program has
+// switched callbacks off itself.
+inline void heed_profilers(const Thread& thread) {
+  const bool may_skip = thread.skips_callbacks || thread.watchers == nullptr;  // autograd's threads inherit what is skipped
+  if (may_skip && at::hasThreadLocalCallbacks() && !at::isRecordFunctionEnabled()) at::enableRecordFunction(true);
+}
+
 // Hides ops from watchers and dispatch modes. For plain tensors only: others need their modes.
 class HiddenOps {
  public:
@@ -52,6 +79,7 @@ class HiddenOps {
  private:
   const c10::impl::ExcludeDispatchKeyGuard keys_{
       c10::DispatchKeySet({WATCHED_KEY, c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+  const CalledBack called_back_;
 };
 
 // Returns whether a dispatch mode or a tensor subclass may still change what an op does. It neither runs again nor in
@@ -68,6 +96,9 @@ bool run_refused(
 
 // Returns the only watcher that this thread has inherited through autograd, if it is an `OpWatch`; else null.
 OpWatch* find_handed_watch();
+
+// Whether this thread has entered watchers, or has inherited them through autograd.
+bool has_watchers(const Thread& thread);
 
 // Returns the watch to run an op of this thread, if it is the only watcher; else null.
 inline OpWatch* find_only_watch(const Thread& thread) {

@@ -21,6 +21,7 @@ from elbowroom.hooks.compiled_regions import show_regions
 from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
 from elbowroom.hooks.grouped_step import GroupedStep, find_groupable
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.hooks.profilers import show_state_to_profilers
 from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.native import library
 from elbowroom.runtime.other_threads import may_look
@@ -287,6 +288,7 @@ class StatePager:
             return
         self.is_active = True
         show_regions()
+        show_state_to_profilers()
         restore_before_access(self)
         self._note_new()
 
