@@ -6,9 +6,9 @@ Loops of small ops in a forward and a backward pass, on the CPU: bare PyTorch, a
 and dynamic steps with room for everything: in a room that never had too little ("dynamic"), and after a step that had
 too little, so that what may move is recorded ("short"), or all that there is ("recorded"). And steps that follow a
 plan that moves nothing: where the model's state is small ("planned"), and where it might have to leave ("state").
-Rounds take turns in one process, but for those of "state", which come last: in its room plain steps between its own are
-slower, too. Figures are medians over rounds, and of what is added the difference of the fastest as well, which other
-jobs on the machine disturb least.
+Rounds take turns in one process; those of "short", "recorded" and "state" come last, since plain steps are slower while
+there are such rooms, too. Figures are medians over rounds, and of what is added the difference of the fastest as well,
+which other jobs on the machine disturb least.
 Then: what deciding takes, by how many storages there are to choose from.
 """
 
@@ -187,14 +187,6 @@ def main() -> None:
             "plain": (step[2], contextlib.nullcontext), "bare mode": (step[2], Bare),
             "dynamic": (step[2], make_room(step, 1 << 40).step),
         }  # fmt: skip
-        for name, more in (("short", {}), ("recorded", {"min_offload_bytes": 1})):
-            same_step = make_step()
-            room = make_room(same_step, SMALL_BYTES, **more)
-            with room.step():
-                same_step[2](torch.randn(LARGE_ROWS, 32))
-            if not sum(record.offloaded_bytes + record.recomputed for record in room.journal().steps):
-                raise SystemExit("the large step fits: nothing is recorded")
-            contexts[name] = same_step[2], room.step
 
         def plan(nbytes: int) -> tuple[Callable[[], None], Callable[[], AbstractContextManager[Any]]]:
             """A step that follows a plan that moves nothing, within so many bytes."""
@@ -207,7 +199,16 @@ def main() -> None:
 
         contexts["planned"] = plan(1 << 40)
         taken = run_rounds(contexts, parsed.rounds)
-        taken |= run_rounds({"state": plan(3 * STATE_BYTES)}, parsed.rounds)
+        contexts = {"state": plan(3 * STATE_BYTES)}
+        for name, more in (("short", {}), ("recorded", {"min_offload_bytes": 1})):
+            same_step = make_step()
+            room = make_room(same_step, SMALL_BYTES, **more)
+            with room.step():
+                same_step[2](torch.randn(LARGE_ROWS, 32))
+            if not sum(record.offloaded_bytes + record.recomputed for record in room.journal().steps):
+                raise SystemExit("the large step fits: nothing is recorded")
+            contexts[name] = same_step[2], room.step
+        taken |= run_rounds(contexts, parsed.rounds)
     results: list[dict[str, Any]] = []
     for name, seconds in taken.items():
         each = statistics.median(seconds) / counter.ops

@@ -5,6 +5,10 @@ from __future__ import annotations
 MOST_STEPS_BETWEEN_CAPTURES = 64
 """Limit on the steps without a plan between two captures."""
 
+FIRST_PATIENCE = 2
+"""Steps in a row whose optimizer runs other ops than the trace has, after which the step is captured again. The number
+doubles each time that this is in vain."""
+
 MOST_STEPS_AWAITED = 256
 """Limit on the steps that are traced in expectation of one of a kind that has recurred."""
 
@@ -24,6 +28,8 @@ class CaptureSchedule:
         self._next = 0
         self._has_recurred = False
         self._awaited = 0  # steps left
+        self._partly = 0  # steps in a row
+        self._patience = FIRST_PATIENCE
 
     def is_due(self, step: int, *, knows_some: bool) -> bool:
         """Return True if a step is captured, of whatever kind it is.
@@ -54,6 +60,23 @@ class CaptureSchedule:
         self._futile = 0
         self._has_recurred = False
         self._awaited = 0
+
+    def note_followed(self, *, is_whole: bool) -> bool:
+        """Note that a step has followed a plan that moves model state. Return True if it has to be captured again.
+
+        Args:
+            is_whole: whether these moves were made to the end. They are not if the optimizer runs other ops than in the
+                captured step, as with another budget, for which it updates other groups.
+        """
+        if is_whole:
+            self._partly, self._patience = 0, FIRST_PATIENCE
+            return False
+        self._partly += 1
+        if self._partly < self._patience:
+            return False
+        self._partly = 0
+        self._patience *= 2
+        return True
 
     def put_off(self, step: int) -> bool:
         """Postpone the next capture after a futile one, with exponential backoff. Return True if it is the first.

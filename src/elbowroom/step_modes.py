@@ -41,7 +41,6 @@ from elbowroom.tracing.live import LiveCapture
 
 logger = logging.getLogger(__name__)
 
-
 NO_PLAN = "no plan fits the budget, so ops run in slices if need be"
 """Note of steps without a plan."""
 
@@ -176,6 +175,9 @@ class StepModes:
             self._cache.calibrate_time(entry, record)
             if not varies and not runner.state.left_for_room:
                 self._beside.note_followed(entry, record.peak_bytes or 0)
+            tells = bool(entry.planned.plan.state) and not (varies or entry.is_agreed)
+            if tells and self._schedule.note_followed(is_whole=self._pager.follows_plan):
+                self._cache.remove(entry)
         if followed is not None and capture is None:
             self._cache.improve(followed, record)
 

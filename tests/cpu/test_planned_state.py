@@ -72,6 +72,30 @@ def test_a_plan_that_moves_state_is_followed(name: str, profile: HardwareProfile
     assert_same(found, plain)
 
 
+def test_a_step_planned_for_another_budget_is_captured_again(profile: HardwareProfile) -> None:
+    """Within another budget the optimizer updates other groups, so that the plan's moves do not fit its ops."""
+    make, budget_bytes, steps = JOBS["adamw"], 3 * PARAMETER_BYTES // 2, 14
+    plain = run_plain(make, steps)
+    job = make()
+    with fit(job, profile, 1 << 30, mode="auto", min_offload_bytes=1 << 12) as room:
+        losses = []
+        for index in range(steps):
+            if index == 4:
+                assert room.journal().steps[-1].mode is Mode.PLAIN
+                room.set_budget(budget_bytes)
+            with room.step():
+                losses.append(job.step(index))
+        planned, records = room.planned, room.journal().steps[4:]
+        assert planned is not None and planned.plan.state
+        modes = [record.mode for record in records]
+        assert modes[:2] == [Mode.PLANNED, Mode.PLANNED] and Mode.CAPTURE in modes and modes[-1] is Mode.PLANNED, modes
+        assert records[1].offloaded_bytes != planned.forecast.offloaded_bytes, "the first plan was followed as well"
+        assert records[-1].offloaded_bytes == planned.forecast.offloaded_bytes
+        assert all((record.peak_bytes or 0) <= budget_bytes for record in records)
+    found = list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}
+    assert_same(found, plain)
+
+
 def test_evaluation_between_steps_leaves_the_next_step_its_plan(profile: HardwareProfile) -> None:
     job = make_job(adamw)
     batch = torch.ones(8, 64)
