@@ -19,7 +19,8 @@ from elbowroom.native import library
 def show_state_to_profilers() -> None:
     """Have state that is away show a null address while a profiler runs. Permanent."""
     module: Any = torch.autograd.profiler
-    if hasattr(module._run_on_profiler_start, "shows_state"):
+    start = getattr(module, "_run_on_profiler_start", None)
+    if start is None or hasattr(start, "shows_state"):
         return
     show = library.load().show_addresses
     for name, shows in (("_run_on_profiler_start", True), ("_run_on_profiler_stop", False)):
