@@ -530,6 +530,23 @@ def test_a_step_in_which_everything_fits_is_not_simulated(
         assert len(runs) == 1
 
 
+@pytest.mark.parametrize("budget", ["8GiB", None])
+def test_a_model_is_exported_in_a_step(budget: str | None, profile: HardwareProfile) -> None:
+    """With shapes that vary: its inputs are symbols then, not those of a step."""
+    floor, plain_peak = find_range(profile)
+    model, optimizer, step = make()
+    inputs = torch.randn(4, WIDTH)
+    with elbowroom.fit(model, optimizer, budget or (floor + plain_peak) // 2, profile=profile) as room:
+        for index in range(6):
+            with room.step():
+                if index > 3:
+                    exported = torch.export.export(model, (inputs,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+                step(index)
+        expected = Mode.PLAIN if budget else Mode.PLANNED
+        assert room.journal().steps[3].mode is expected and room.journal().steps[-1].mode in (expected, Mode.DRIFTED)
+    torch.testing.assert_close(exported.module()(inputs[:2]), model(inputs[:2]))
+
+
 def test_a_report_at_every_moment(profile: HardwareProfile) -> None:
     floor, plain_peak = find_range(profile)
     model, optimizer, step = make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -47,6 +48,29 @@ def as_numbers(value: Any) -> torch.Tensor:
     return torch.as_tensor(value)
 
 
+def save_on_meta(weight: nn.Parameter) -> torch.Tensor:
+    """Save where new tensors have no memory by default."""
+    with torch.device("meta"):
+        file = io.BytesIO()
+        torch.save(weight.detach(), file)
+        numbers = weight.detach().numpy().copy()
+    file.seek(0)
+    assert np.array_equal(torch.load(file).numpy(), numbers)
+    return torch.from_numpy(numbers)
+
+
+def save_script(weight: nn.Parameter) -> torch.Tensor:
+    """Save a module of TorchScript that has the weight."""
+    module = nn.Linear(*weight.shape[::-1], bias=False)
+    module.weight = weight
+    script, file = torch.jit.script(module), io.BytesIO()
+    torch.jit.save(script, file)
+    assert script.save_to_buffer()
+    file.seek(0)
+    found: torch.Tensor = torch.jit.load(file).weight.detach()
+    return found
+
+
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "print": lambda weight: repr(weight),
     "str": lambda weight: f"{weight.detach()}",
@@ -76,12 +100,22 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "conj": lambda weight: torch.view_as_complex(weight.detach().view(-1, 2)).conj().clone(),
     "inference": lambda weight: torch.inference_mode()(lambda: weight * 2)().clone(),
     "script": lambda weight: torch.jit.trace(lambda x: x.relu() * 2, (torch.zeros(2, 2),))(weight).detach(),
+    "numbers": lambda weight: torch.tensor([weight[0, 0], weight[0, 1]]),
+    "whole numbers": lambda weight: torch.ones(1, dtype=torch.long).new_tensor([weight.detach().long()[1, 2]]),
+    "truths": lambda weight: torch.tensor([weight.detach().long()[1, 2]], dtype=torch.bool),
+    "complex numbers": lambda weight: torch.tensor([weight[0, 0], weight[0, 1]], dtype=torch.complex64),
+    "save on meta": save_on_meta,
+    "module of TorchScript": save_script,
 }
 
 
+@pytest.mark.parametrize("is_in_step", [False, True], ids=["between steps", "in a step"])
 @pytest.mark.parametrize("how", READS)
-def test_reads(how: str, away: Away) -> None:
-    found, expected = READS[how](away.parameter), READS[how](away.twin)
+def test_reads(how: str, is_in_step: bool, away: Away) -> None:
+    expected = READS[how](away.twin)
+    with away.room.step() if is_in_step else contextlib.nullcontext():
+        get_pager(away.room).make_room(EVERYTHING)
+        found = READS[how](away.parameter)
     assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
     away.train_on()
 

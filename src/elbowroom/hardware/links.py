@@ -126,7 +126,7 @@ def measure_device_link(device: torch.device, block_bytes: int, compute: Callabl
     with torch.cuda.device(device):
         outward, inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         on_device = [torch.zeros(block_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        on_host = [torch.zeros(block_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        on_host = [torch.zeros(block_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
         # The buffers were filled on the current stream.
         torch.cuda.synchronize(device)
         out_copies = [(outward, on_device[0], on_host[0])]

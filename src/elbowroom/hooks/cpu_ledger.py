@@ -73,7 +73,7 @@ class CpuLedger:
         return False  # room is made before requests are refused
 
     def require(self, nbytes: int, limit_bytes: int) -> None:
-        torch.empty(nbytes, dtype=torch.uint8)
+        torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:

@@ -72,8 +72,12 @@ _EXPOSING: tuple[tuple[Any, str], ...] = (
     (torch.UntypedStorage, "_share_filename_cpu_"),
 )
 
+SAVING_SCRIPTS = "save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"
+"""Methods that write a module of TorchScript with its parameters and buffers."""
+
 _ACCESSING: tuple[tuple[Any, str, Access], ...] = (
     (torch.Tensor, "tolist", Access.READ),
+    *((torch.Tensor, name, Access.READ) for name in ("__float__", "__index__", "__complex__")),  # torch.tensor([x])
     (torch.Tensor, "apply_", Access.WRITE),
     (torch.Tensor, "map_", Access.WRITE),
     (torch.Tensor, "map2_", Access.WRITE),
@@ -91,6 +95,7 @@ _ACCESSING: tuple[tuple[Any, str, Access], ...] = (
     (torch.UntypedStorage, "fill_", Access.WRITE),
     (torch.UntypedStorage, "resize_", Access.WRITE),
     (torch._C.PyTorchFileWriter, "write_record", Access.READ),  # torch.save writes each storage by it
+    *((torch._C.ScriptModule, name, Access.READ) for name in SAVING_SCRIPTS),
 )
 """Methods that access memory without an op."""
 
@@ -190,11 +195,21 @@ def _hold(accessed: Iterable[Any], access: Access | None) -> list[object]:
         access: to them; None if the program may access them from now on.
     """
     uses = []
-    for storage in filter(None, map(_find_storage, accessed)):
+    for storage in filter(None, map(_find_storage, _list_accessed(accessed))):
         for restorer in filter(None, [find() for find in tuple(_restorers)]):
             is_lasting = access is Access.ADDRESS
             uses.append(restorer.hold_storage(storage, is_written=access is not Access.READ, is_lasting=is_lasting))
     return [each for each in uses if each is not None]
+
+
+def _list_accessed(accessed: Iterable[Any]) -> Iterable[Any]:
+    """List objects, and of modules of TorchScript their parameters and buffers."""
+    for each in accessed:
+        if isinstance(each, torch._C.ScriptModule):
+            module = torch.jit._recursive.wrap_cpp_module(each)
+            yield from (*module.parameters(), *module.buffers())
+        else:
+            yield each
 
 
 def _find_storage(accessed: Any) -> torch.UntypedStorage | None:

@@ -163,7 +163,7 @@ class SlicedStretch:
         tensors = {id(each): each for each in (*self.list_read(), *self.list_made())}
         held = collections.Counter(each.untyped_storage()._cdata for each in tensors.values())
         made = {each.untyped_storage()._cdata: each for each in self.list_made()}
-        without = _count_holders(torch.empty(1)) - 1  # of a storage that one tensor holds
+        without = _count_holders(torch.empty(1, device="cpu")) - 1  # of a storage that one tensor holds
         return {key for key, each in made.items() if _count_holders(each) > without + held[key]}
 
     def run(self) -> None:

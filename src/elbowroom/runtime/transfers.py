@@ -180,7 +180,7 @@ class ThreadTransfers:
         if copy.record is None:
             raise InternalError("a reload of a discarded copy was requested")
         try:
-            storage = torch.empty(copy.nbytes, dtype=torch.uint8).untyped_storage()
+            storage = torch.empty(copy.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         except RuntimeError as error:
             raise TransferFailed(f"there is no memory to reload {copy.nbytes} bytes: {error}") from error
         self._submit(copy, False, storage)
@@ -255,5 +255,6 @@ def check_process(pid: int, nbytes: int) -> None:
     if pid != os.getpid():
         raise TransferFailed(
             f"{nbytes} bytes were offloaded by process {pid}, before this process was forked from it, and cannot be "
-            "brought back here: fork between steps, and run a backward pass in the process that ran the forward pass"
+            "brought back here: call room.detach() before the fork, or begin the process by spawn; and run a backward "
+            "pass in the process that ran the forward pass"
         )

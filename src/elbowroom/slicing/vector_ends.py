@@ -65,7 +65,7 @@ def _search(call: OpCall, varies: Sequence[bool]) -> list[torch.Tensor] | None:
     for values in (Values.NORMAL, Values.WIDE, Values.EXTREME):
         samples = []
         for each, does_vary in zip(call.reads, varies, strict=True):
-            made = torch.empty(count if does_vary else 1, dtype=each.dtype)
+            made = torch.empty(count if does_vary else 1, dtype=each.dtype, device="cpu")
             fill(made, 2, values, generator)
             samples.append(made.expand(count))
         if not _takes(call, samples):
