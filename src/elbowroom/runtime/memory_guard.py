@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from elbowroom.errors import Infeasible
+from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.ir.actions import Action
 from elbowroom.ir.events import PressureRaised
 from elbowroom.residency.online import AHEAD
@@ -18,6 +19,7 @@ from elbowroom.runtime.shortage import note_evidence
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_state import StepState
 from elbowroom.slicing.registry import list_rules
+from elbowroom.units import format_bytes
 
 
 class MemoryGuard:
@@ -146,12 +148,18 @@ class MemoryGuard:
             is_whole_step=False,
             in_the_way=tuple(in_the_way),
             state_bytes=state_bytes,
-            note=self._note(what),
+            note=self._note(what, sum({id(each): blocks[id(each)] for each in here if is_shared(each)}.values())),
         )
         return note_evidence(error, self._complete_error)
 
-    def _note(self, op: str) -> str:
+    def _note(self, op: str, shared_bytes: int) -> str:
         notes = []
+        if shared_bytes:
+            notes.append(
+                f"{format_bytes(shared_bytes)} of the state stay, since they lie in memory of a file, of NumPy or of "
+                "another process: give the model and the optimizer copies (copy.deepcopy) of what torch.load or "
+                "safetensors return."
+            )
         if self._refusal:
             notes.append(f"Parameters, gradients or optimizer state stay, since {self._refusal}")
         if op.startswith("aten.") and op not in list_rules():
