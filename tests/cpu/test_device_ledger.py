@@ -28,7 +28,7 @@ from tests.cpu.test_sliced_ops import JOBS
 from tests.device_ledger import WHOLE_BYTES, use_device_ledger
 from tests.fake_card import use_fake_card
 from tests.models import MODELS
-from tests.state_jobs import fit, list_tensors, run_plain
+from tests.state_jobs import StateJob, adamw, fit, list_tensors, make_batch, run_plain
 
 NO_LIMIT_BYTES = 1 << 50
 STEPS = 6
@@ -437,3 +437,37 @@ def test_watchers_may_be_entered_anew_inside_an_op() -> None:
     command = [sys.executable, "-c", REENTERING]
     process = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert process.stdout == "done\n", process.stderr
+
+
+@pytest.mark.parametrize("schedule", ["late", "early"])
+@pytest.mark.parametrize("mode", ["dynamic", "auto"])
+def test_statistics_are_updated_once(
+    mode: str, schedule: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm in training that is refused after it has run is repeated in slices, with the statistics from before."""
+    use_fake_card(monkeypatch, schedule)
+
+    def make() -> StateJob:
+        torch.manual_seed(4)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(1024))
+        optimizer = adamw(model[0].parameters())
+
+        def step(index: int) -> torch.Tensor:
+            with torch.no_grad():
+                model[1](make_batch(index).repeat(2, 16))
+            loss = model[0](make_batch(index)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return StateJob(model, [optimizer], step)
+
+    plain = make()
+    plain.step(0)
+    for budget_bytes in (110_000, 140_000, 170_000):
+        job = make()
+        with fit(job, profile, budget_bytes, mode=mode) as room, room.step():
+            job.step(0)
+        for found, expected in zip(job.model.state_dict().values(), plain.model.state_dict().values(), strict=True):
+            assert torch.equal(found, expected), budget_bytes

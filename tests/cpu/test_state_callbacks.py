@@ -6,6 +6,7 @@ PyTorch does not call them for the ops of a watched step while ours is the only 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pathlib
 from collections import Counter
@@ -19,6 +20,7 @@ from torch import nn
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from tests.state_jobs import (
+    BUDGET,
     EVERYTHING,
     STEPS,
     StateJob,
@@ -64,10 +66,32 @@ def make_job_with_an_op_of_its_own() -> StateJob:
     return make_job(adamw, WithAnOpOfItsOwn(*make_model()))
 
 
+@pytest.mark.parametrize("is_metered", [True, False])
 @pytest.mark.parametrize("mode", ["dynamic", "auto"])
-def test_an_op_uses_state_that_it_is_not_given(mode: str, profile: HardwareProfile) -> None:
-    found = run_within(make_job_with_an_op_of_its_own, profile, mode=mode)
+def test_an_op_uses_state_that_it_is_not_given(mode: str, is_metered: bool, profile: HardwareProfile) -> None:
+    found = run_within(make_job_with_an_op_of_its_own, profile, mode=mode, is_metered=is_metered)
     assert_same(run_plain(make_job_with_an_op_of_its_own), found)
+
+
+@torch.library.custom_op("elbowroom_tests::add_used_beside_much", mutates_args=())
+def add_used_beside_much(x: torch.Tensor) -> torch.Tensor:
+    """An op that takes nearly the whole budget, and reads a tensor that it is not given."""
+    much = torch.empty(BUDGET // 4 - 2000)
+    return x + USED[0].sum() + much.numel()
+
+
+@pytest.mark.parametrize("make_context", [contextlib.nullcontext, torch.profiler.profile])
+def test_an_op_uses_state_for_which_there_is_no_room(make_context: Any, profile: HardwareProfile) -> None:
+    job = make_job(adamw)
+    with fit(job, profile) as room:
+        for index in range(3):
+            with room.step():
+                job.step(index)
+        USED[:] = [next(job.model.parameters()).detach()]
+        get_pager(room).make_room(EVERYTHING)
+        with make_context(), pytest.raises(RuntimeError, match="Elbowroom has moved these bytes"), room.step():
+            add_used_beside_much(torch.ones(2))
+        USED.clear()
 
 
 def count_ops(seen: Any) -> Counter[str]:
@@ -115,7 +139,11 @@ def test_profilers_see_every_op(
     assert "has moved these bytes" not in capfd.readouterr().err
 
 
-def test_a_callback_of_all_threads_sees_every_op(profile: HardwareProfile, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("is_around", [True, False])
+def test_a_callback_of_all_threads_sees_every_op(
+    is_around: bool, profile: HardwareProfile, tmp_path: pathlib.Path
+) -> None:
+    """Where it begins in the middle of a step, but for the first ones."""
     file, job = tmp_path / "trace.json", make_job(adamw)
     with fit(job, profile) as room, contextlib.ExitStack() as stack:
         for index in range(STEPS):
@@ -123,22 +151,25 @@ def test_a_callback_of_all_threads_sees_every_op(profile: HardwareProfile, tmp_p
                 job.step(index)
         observer = torch.profiler.ExecutionTraceObserver().register_callback(str(file))
         stack.callback(observer.cleanup)
-        observer.start()
-        with room.step():
-            job.step(0)
-        observer.stop()
+        with contextlib.nullcontext() if is_around else room.step():
+            observer.start()
+            with room.step() if is_around else contextlib.nullcontext():
+                job.step(0)
+            observer.stop()
         assert get_pager(room).storages.reloaded_bytes
     names = Counter(node["name"] for node in json.loads(file.read_text())["nodes"])
     layers = sum(isinstance(each, nn.Linear) for each in job.model.modules())
-    assert names["aten::addmm"] == layers
+    assert names["aten::mm"] == 2 * layers - 1
+    assert names["aten::addmm"] == layers if is_around else names["aten::addmm"] > 0
 
 
 def test_a_program_that_has_switched_callbacks_off_keeps_them_off(profile: HardwareProfile) -> None:
     switch = torch._C._autograd._enable_record_function
-    expected = run_plain(make_job_with_an_op_of_its_own)
+    make = functools.partial(make_job, adamw)
+    expected = run_plain(make)
     switch(False)
     try:
-        assert_same(expected, run_within(make_job_with_an_op_of_its_own, profile))
+        assert_same(expected, run_within(make, profile, is_metered=False))
         with torch.autograd.profiler.profile() as seen:
             make_batch(0).sum()
         assert not seen.key_averages()

@@ -161,12 +161,14 @@ void bind_state(py::module_& module) {
         guard.change(settings);
         run_waiting([&] { run(); });
       }, py::arg("run"), py::arg("settings"), "Call a function that runs ops that waited, with the settings of theirs.");
-  module.def("show_addresses", &StateTable::show_addresses, py::call_guard<py::gil_scoped_release>(), py::arg("shows"),
+  module.def("show_addresses", [](bool shows) { StateTable::show_addresses(shows, Shown::TO_PROFILER); },
+      py::call_guard<py::gil_scoped_release>(), py::arg("shows"),
       "Have what is away show a null address to whatever asks for one, where it would raise an error.");
   module.def("watch_all_threads", &watch_all_threads, py::call_guard<py::gil_scoped_release>(),
       "Watch the ops of other threads if there is managed state.");
   module.def("update_watching", [] {
         update_key();
+        hide_addresses();
         const py::gil_scoped_release released;
         watch_all_threads();
       }, "Watch ops from now on if there is managed state; those of this thread also if somebody else watches them.");

@@ -9,6 +9,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <array>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -104,12 +105,13 @@ void allow_access(c10::StorageImpl& storage) {
   storage.get_extra_meta().custom_data_ptr_error_msg_ = std::nullopt;
 }
 
-bool shows_addresses = false;  // with the mutex
+std::array<bool, 2> shown{};  // by `Shown`; with the mutex
+std::atomic<bool> is_shown_to_callbacks{false};
 
 // Has accesses to the memory of a storage that is away raise an error. With the mutex.
 void guard_away(c10::StorageImpl& storage) {
   refuse_access(storage);
-  if (shows_addresses) show_address(storage);
+  if (shown[0] || shown[1]) show_address(storage);
 }
 
 // Whether a storage shares its memory until someone writes to it.
@@ -380,10 +382,11 @@ void StateTable::begin_step() {
   }
 }
 
-void StateTable::show_addresses(bool shows) {
+void StateTable::show_addresses(bool shows, Shown reason) {
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages;  // destroyed without the mutex
   const std::lock_guard<std::mutex> guard(state_mutex());
-  shows_addresses = shows;
+  if (std::exchange(shown[static_cast<size_t>(reason)], shows) == shows) return;
+  is_shown_to_callbacks = shown[static_cast<size_t>(Shown::TO_CALLBACKS)];
   for (const auto& [key, record] : state_records()) {
     if (!record->is_away) continue;
     if (auto held = record->storage.lock()) guard_away(*storages.emplace_back(std::move(held)));
@@ -536,31 +539,30 @@ struct UnwatchedOp final : at::ObserverContext {
   StateUse use;
 };
 
-// While an op runs that comes to the watchers' key, or is made of such, where what it uses is brought back: other callbacks
-// come before that, and may look at the addresses of its arguments (profilers do). That of what is away is null.
-struct ShownOp final : at::ObserverContext {
-  explicit ShownOp(c10::ArrayRef<const c10::IValue> arguments) {
+// While an op runs whose arguments could not be brought back: accesses to them raise an error, for profilers as well.
+struct RefusedOp final : at::ObserverContext {
+  explicit RefusedOp(c10::ArrayRef<const c10::IValue> arguments) {
     const std::lock_guard<std::mutex> guard(state_mutex());
     for (const c10::IValue& argument : arguments) {
       visit_tensors(argument, [&](const at::Tensor& tensor) {
         const auto found = state_records().find(find_storage(tensor));
-        if (found != state_records().end() && found->second->is_away) shown.push_back(found->second);
+        if (found != state_records().end() && found->second->is_away) refused.push_back(found->second);
       });
     }
-    for (const StateStoragePtr& each : shown) {
-      if (const auto held = each->storage.lock()) show_address(*held);
+    for (const StateStoragePtr& each : refused) {
+      if (const auto held = each->storage.lock()) refuse_access(*held);
     }
   }
-  ~ShownOp() override {
+  ~RefusedOp() override {
     std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages;  // destroyed without the mutex
     const std::lock_guard<std::mutex> guard(state_mutex());
-    for (const StateStoragePtr& each : shown) {
+    for (const StateStoragePtr& each : refused) {
       auto held = each->storage.lock();
       if (held && each->is_away) guard_away(*held);
       storages.push_back(std::move(held));
     }
   }
-  std::vector<StateStoragePtr> shown;
+  std::vector<StateStoragePtr> refused;
 };
 
 // Whether PyTorch calls other callbacks than ours for this thread's ops.
@@ -573,23 +575,22 @@ bool has_other_callbacks() {
 // first from what this one overwrites.
 std::unique_ptr<at::ObserverContext> begin_unwatched(const at::RecordFunction& function) {
   if (!StateTable::is_any_managed()) return nullptr;
-  const bool is_watched = is_key_active();
-  if (is_watched) {
-    auto lookup = hide_from_lookup(function);
-    if (lookup != nullptr || !has_other_callbacks()) return lookup;
+  if (is_key_active()) {  // it brings back what the op uses; other callbacks come before that, and may ask for addresses
+    const bool shows = has_other_callbacks();
+    if (shows != is_shown_to_callbacks) StateTable::show_addresses(shows, Shown::TO_CALLBACKS);
+    return hide_from_lookup(function);
   }
   const auto name = function.operator_name();
   const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
   const OpKind* kind = op.has_value() ? find_kind(*op) : nullptr;
   if (kind == nullptr || !kind->uses_memory) return nullptr;
   const auto arguments = function.inputs();
-  if (is_watched) return std::make_unique<ShownOp>(arguments);
   try {
     return std::make_unique<UnwatchedOp>(*kind, arguments);
   } catch (const std::exception& error) {
     if (kind->may_write) StateTable::lose_waiting(list_written(*kind, arguments.data(), arguments.size()), error.what());
     TORCH_WARN("Elbowroom cannot bring state back for an op: ", error.what());
-    return nullptr;
+    return std::make_unique<RefusedOp>(arguments);
   }
 }
 
@@ -598,6 +599,10 @@ std::atomic<bool> is_watching_all{false};
 }  // namespace
 
 bool is_watching_all_threads() { return is_watching_all; }
+
+void hide_addresses() {
+  if (!has_other_callbacks()) StateTable::show_addresses(false, Shown::TO_CALLBACKS);
+}
 
 void watch_all_threads() {
   static auto* mutex = new std::mutex;

@@ -26,6 +26,9 @@ namespace elbowroom {
 
 class StateTable;
 
+// For what null addresses are shown: a profiler of Python, or other callbacks of `RecordFunction`.
+enum class Shown { TO_PROFILER, TO_CALLBACKS };
+
 // One storage. All fields but the atomic ones are guarded by the mutex of all tables.
 class StateStorage final : public c10::intrusive_ptr_target {
  public:
@@ -107,7 +110,7 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   static int64_t get_most_bytes() { return most_bytes; }
 
   // Sets whether what is away shows a null address to whatever asks for one, where it would raise an error. For all tables.
-  static void show_addresses(bool shows);
+  static void show_addresses(bool shows, Shown reason);
 
   static bool is_any_managed() { return managed.load(std::memory_order_relaxed) > 0; }
 
@@ -129,6 +132,9 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
 // may have changed.
 void watch_all_threads();
 bool is_watching_all_threads();
+
+// Ends what callbacks of `RecordFunction` have found shown, unless there are still others than ours in this thread.
+void hide_addresses();
 
 // While an op runs: what it uses is in memory, and stays there.
 class StateUse {

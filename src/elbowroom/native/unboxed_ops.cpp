@@ -160,7 +160,7 @@ struct Unboxed<Op, Result(Arguments...)> {
     if (!is_sliceable) return run_whole(*watch, op, *kind, thread, keys, has_begun, arguments...);
     int64_t nbytes = 0;
     (visit_argument(arguments, [&](const at::Tensor& tensor) { nbytes += count_tensor_bytes(tensor); }), ...);
-    if (nbytes >= watch->sliced_bytes || (kind->mean >= 0 && watch->is_tight(nbytes))) {
+    if (nbytes >= watch->sliced_bytes || (kind->mean >= 0 && (watch->limits_device() || watch->is_tight(nbytes)))) {
       return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
     }
     try {

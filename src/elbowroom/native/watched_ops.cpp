@@ -50,6 +50,7 @@ struct Watchers final : c10::SafePyObject {
   OpWatch* find_only() const { return natives.size() == 1 ? natives.front() : nullptr; }
 
   const std::vector<OpWatch*> natives;
+  mutable std::atomic<bool> skip_callbacks{false};  // in all threads that have them
 };
 
 namespace {
@@ -154,15 +155,16 @@ void run_in_python(PyObject* watcher, const c10::OperatorHandle& op, torch::jit:
   }
 }
 
-// Runs an op by the first `count` watchers, the last of them first, and then by the kernel.
+// Runs an op by the first `count` watchers, the last of them first, and then by the kernel. `has_begun`: set where it may
+// have written, which the kernel does by itself.
 void run_by(
     const Watchers* watchers, size_t count, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-    torch::jit::Stack* stack, c10::function_ref<void()> kernel) {
+    torch::jit::Stack* stack, bool& has_begun, c10::function_ref<void()> kernel) {
   if (count == 0) {
     kernel();
   } else if (OpWatch* native = watchers->natives[count - 1]) {
     const Busy guard;
-    const auto next = [&] { run_by(watchers, count - 1, op, keys, stack, kernel); };
+    const auto next = [&] { run_by(watchers, count - 1, op, keys, stack, has_begun, kernel); };
     const OpKind* kind = native->find_open_kind(op);
     if (kind == nullptr) return next();
     const OpWatch::Count counted = native->count(*kind);
@@ -172,9 +174,10 @@ void run_by(
     get_thread().position = counted.position;
   } else if (is_seen_in_python(op)) {
     PyObject* const objects = watchers->ptr(getPyInterpreter());
+    has_begun = true;
     run_in_python(PyTuple_GET_ITEM(objects, static_cast<Py_ssize_t>(count - 1)), op, stack);
   } else {
-    run_by(watchers, count - 1, op, keys, stack, kernel);
+    run_by(watchers, count - 1, op, keys, stack, has_begun, kernel);
   }
 }
 
@@ -193,9 +196,12 @@ bool is_only_callback_ours() {
 
 // Sets whether PyTorch skips callbacks for this thread's ops, where ours would be the only one. See `CalledBack`.
 void skip_callbacks(Thread& thread, bool skips) {
-  if (std::exchange(thread.skips_callbacks, false)) at::enableRecordFunction(true);
+  if (thread.has_skipped) at::enableRecordFunction(true);
   thread.skips_callbacks = skips && is_only_callback_ours();
-  if (thread.skips_callbacks) at::enableRecordFunction(false);
+  if (thread.watchers != nullptr) thread.watchers->skip_callbacks = thread.skips_callbacks;
+  if (!thread.skips_callbacks) return;
+  at::enableRecordFunction(false);
+  thread.has_skipped = true;
 }
 
 // Hides the key while Dynamo looks up compiled code for this thread's state.
@@ -221,12 +227,13 @@ void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
 }
 
 void run_by_watchers(
-    const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, c10::function_ref<void()> kernel) {
+    const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& has_begun,
+    c10::function_ref<void()> kernel) {
   const Thread& thread = get_thread();
   const std::shared_ptr<const Watchers> watchers = hold_watchers(thread);
   const size_t count = watchers == nullptr ? 0 : watchers->natives.size();
   const bool is_watched = thread.busy < count && op.hasSchema() && !is_without_bytes(op, *stack);
-  run_by(watchers.get(), is_watched ? count - thread.busy : 0, op, keys, stack, kernel);
+  run_by(watchers.get(), is_watched ? count - thread.busy : 0, op, keys, stack, has_begun, kernel);
 }
 
 // Runs an op as a whole. `has_begun`: set where it may have written.
@@ -240,19 +247,19 @@ void run_whole(
   const size_t count = op.hasSchema() ? op.schema().arguments().size() : 0;
   const c10::IValue* const arguments = stack->data() + (stack->size() - count);
   if (kind == nullptr || !kind->uses_memory) {
-    run_by_watchers(op, keys, stack, kernel);
+    run_by_watchers(op, keys, stack, has_begun, kernel);
   } else if (const std::vector<size_t> ends = find_parts(*kind, arguments, count, StateTable::get_most_bytes()); !ends.empty()) {
     const auto run_part = [&](torch::jit::Stack& part) {
       has_begun = true;
       const StateUse use(*kind, part.data(), count);
       run_kernel(op, keys, &part);
     };
-    run_by_watchers(op, keys, stack, [&] { run_parts(*stack, count, ends, run_part); });
+    run_by_watchers(op, keys, stack, has_begun, [&] { run_parts(*stack, count, ends, run_part); });
   } else {
     std::optional<Running> restoring(std::in_place, kind->name, thread);  // for the message, if there is no room
     const StateUse use(*kind, arguments, count);
     restoring.reset();
-    run_by_watchers(op, keys, stack, kernel);
+    run_by_watchers(op, keys, stack, has_begun, kernel);
   }
   // What the op has used is free to leave by now.
   if (OpWatch* const watch = std::exchange(thread.moves, nullptr)) watch->move_state(thread.position, false);
@@ -426,6 +433,31 @@ void lose_seconds(double seconds) {
   if (OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native()) watch->lose(seconds);
 }
 
+bool are_callbacks_skipped(const Thread& thread) {
+  if (at::isRecordFunctionEnabled()) return false;
+  if (thread.watchers != nullptr) return thread.skips_callbacks;
+  const Watchers* inherited = find_watchers(thread);
+  return inherited != nullptr && inherited->skip_callbacks;
+}
+
+void heed_profilers(Thread& thread) {
+  constexpr unsigned OPS = 32;  // after so many, callbacks of all threads are noticed as well
+  if (at::isRecordFunctionEnabled()) return;
+  if (thread.watchers != nullptr && !thread.has_skipped) return;  // the program has switched them off
+  const Watchers* watchers = find_watchers(thread);
+  if (watchers == nullptr) return;
+  bool heeds = !watchers->skip_callbacks || at::hasThreadLocalCallbacks();
+  if (!heeds && ++thread.ops_without_callbacks % OPS == 0) {
+    at::enableRecordFunction(true);
+    heeds = !is_only_callback_ours();
+    if (!heeds) at::enableRecordFunction(false);
+  }
+  if (!heeds) return;
+  watchers->skip_callbacks = false;
+  thread.skips_callbacks = false;
+  at::enableRecordFunction(true);
+}
+
 bool has_watchers(const Thread& thread) { return find_watchers(thread) != nullptr; }
 
 OpWatch* find_handed_watch() {
@@ -453,14 +485,15 @@ void update_key() {
   Thread& thread = get_thread();
   const bool is_watched = has_watchers(thread);
   c10::impl::tls_set_dispatch_key_included(KEY, is_watched || StateTable::is_any_managed());
-  skip_callbacks(thread, is_watched);
+  skip_callbacks(thread, thread.watchers != nullptr);
 }
 
 void set_watchers(const py::tuple& watchers) {
   Thread& thread = get_thread();
   c10::impl::tls_set_dispatch_key_included(KEY, !watchers.empty() || StateTable::is_any_managed());
-  skip_callbacks(thread, !watchers.empty());
   if (watchers.empty()) {
+    skip_callbacks(thread, false);
+    thread.has_skipped = false;
     forget_watchers<at::impl::ThreadLocalPythonObjects>();
     thread.watchers = nullptr;
     thread.only = nullptr;
@@ -475,6 +508,7 @@ void set_watchers(const py::tuple& watchers) {
   at::impl::ThreadLocalPythonObjects::set(WATCHERS, made);
   thread.watchers = made.get();
   thread.only = made->find_only();
+  skip_callbacks(thread, true);
   entered = made;  // destroys the previous watchers last
 }
 

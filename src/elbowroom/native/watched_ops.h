@@ -32,6 +32,8 @@ struct Thread {
   int64_t position = -1;  // of that op among the expected ones
   double lost_seconds = 0;  // spent in our own Python code: not charged to ops
   bool skips_callbacks = false;  // its ops come to its watchers, and PyTorch does not call callbacks for them
+  bool has_skipped = false;  // it has since its step began: autograd may skip them again when a hook returns
+  unsigned ops_without_callbacks = 0;
 };
 
 inline Thread& get_thread() {
@@ -46,16 +48,20 @@ constexpr c10::DispatchKeySet BELOW_WATCH(c10::DispatchKeySet::FULL_AFTER, WATCH
 // Whether watchers see ops before dispatch modes and tensor subclasses do, as in PyTorch 2.11 and 2.12.
 constexpr bool IS_ABOVE_MODES = WATCHED_KEY > c10::DispatchKey::Python;
 
+// Whether callbacks are skipped for this thread's ops, by us and not by the program.
+bool are_callbacks_skipped(const Thread& thread);
+
 // While the ops of a thread come to its watchers, PyTorch does not call callbacks for them where ours would be the only
 // one (`RecordFunction`), since that costs as much as watching. It does while this object exists, for ops that use more
 // than the arguments of the op that they run in.
 class CalledBack {
  public:
-  CalledBack() : is_needed_(StateTable::is_any_managed() && !at::isRecordFunctionEnabled()) {
+  CalledBack() : is_needed_(StateTable::is_any_managed() && are_callbacks_skipped(get_thread())) {
     if (is_needed_) at::enableRecordFunction(true);
   }
   ~CalledBack() {
-    if (is_needed_) at::enableRecordFunction(false);
+    const Thread& thread = get_thread();
+    if (is_needed_ && (thread.skips_callbacks || thread.watchers == nullptr)) at::enableRecordFunction(false);
   }
   CalledBack(const CalledBack&) = delete;
   CalledBack& operator=(const CalledBack&) = delete;
@@ -64,12 +70,8 @@ class CalledBack {
   const bool is_needed_;
 };
 
-// Has PyTorch call the callbacks of a profiler that the program has started in the middle of a step, unless the program has
-// switched callbacks off itself.
-inline void heed_profilers(const Thread& thread) {
-  const bool may_skip = thread.skips_callbacks || thread.watchers == nullptr;  // autograd's threads inherit what is skipped
-  if (may_skip && at::hasThreadLocalCallbacks() && !at::isRecordFunctionEnabled()) at::enableRecordFunction(true);
-}
+// Has PyTorch call the callbacks that the program has added in the middle of a step, such as a profiler's.
+void heed_profilers(Thread& thread);
 
 // Hides ops from watchers and dispatch modes. For plain tensors only: others need their modes.
 class HiddenOps {
