@@ -216,23 +216,23 @@ def test_detach_breaks_a_step_off(ends: str, profile: HardwareProfile) -> None:
 def test_the_budget_changes_between_steps(profile: HardwareProfile) -> None:
     floor, plain_peak = find_range(profile)
     model, optimizer, step = make()
-    expected = [step(index).item() for index in range(10)]
+    expected = [step(index).item() for index in range(8)]
     model, optimizer, step = make()
     half = (floor + plain_peak) // 2
     losses = []
     with elbowroom.fit(model, optimizer, "1GiB", profile=profile) as room:
-        for index in range(10):
-            if index in (4, 6, 8):
-                room.set_budget({4: half, 6: "1GiB", 8: floor + 4096}[index])
+        for index in range(8):
+            if index in (4, 5, 6):
+                room.set_budget({4: half, 5: "1GiB", 6: floor + 4096}[index])
             with room.step():
                 losses.append(step(index).item())
         records = room.journal().steps
         assert losses == expected and room.budget_bytes == floor + 4096
-        assert [record.mode for record in records[2:]] == [
-            mode for mode in (Mode.PLAIN, Mode.PLANNED) * 2 for _ in "12"
-        ]
-        assert all((record.peak_bytes or 0) <= half for record in (*records[4:6], *records[8:]))
-        assert all((record.peak_bytes or 0) <= floor + 4096 for record in records[8:])
+        plain, planned = Mode.PLAIN, Mode.PLANNED
+        # The optimizer has updated other groups than the captured one, in two steps that move state.
+        assert [record.mode for record in records[2:]] == [plain, plain, planned, plain, planned, Mode.CAPTURE]
+        assert all((record.peak_bytes or 0) <= half for record in (records[4], *records[6:]))
+        assert all((record.peak_bytes or 0) <= floor + 4096 for record in records[6:])
         before = room.planned
         for budget, error in (("some", UsageError), (floor // 2, Infeasible), (1, Infeasible)):
             with pytest.raises(error):

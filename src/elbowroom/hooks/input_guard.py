@@ -75,7 +75,7 @@ def observe_inputs(
     def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal calls
         tensors = _list_tensors((*args, *kwargs.values()))
-        if any(tensor._has_symbolic_sizes_strides for tensor in tensors):
+        if any(tensor._has_symbolic_sizes_strides and not tensor.is_nested for tensor in tensors):
             return  # the model is traced
         calls = 0 if adopt(tensors) else calls + 1
         if calls == most_calls:
