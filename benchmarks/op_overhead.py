@@ -199,7 +199,8 @@ def main() -> None:
 
         contexts["planned"] = plan(1 << 40)
         taken = run_rounds(contexts, parsed.rounds)
-        contexts = {"state": plan(3 * STATE_BYTES)}
+        taken |= run_rounds({"state": plan(3 * STATE_BYTES)}, parsed.rounds)
+        contexts = {}
         for name, more in (("short", {}), ("recorded", {"min_offload_bytes": 1})):
             same_step = make_step()
             room = make_room(same_step, SMALL_BYTES, **more)

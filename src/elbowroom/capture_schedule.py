@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elbowroom.ir.plan import Plan
+
 MOST_STEPS_BETWEEN_CAPTURES = 64
 """Limit on the steps without a plan between two captures."""
 
@@ -28,7 +30,8 @@ class CaptureSchedule:
         self._next = 0
         self._has_recurred = False
         self._awaited = 0  # steps left
-        self._partly = 0  # steps in a row
+        self._plan: Plan | None = None  # of the last step that has followed one
+        self._partly = 0  # steps in a row that have followed it, but for its moves of model state
         self._patience = FIRST_PATIENCE
 
     def is_due(self, step: int, *, knows_some: bool) -> bool:
@@ -61,18 +64,24 @@ class CaptureSchedule:
         self._has_recurred = False
         self._awaited = 0
 
-    def note_followed(self, *, is_whole: bool) -> bool:
-        """Note that a step has followed a plan that moves model state. Return True if it has to be captured again.
+    def note_followed(self, plan: Plan, *, is_whole: bool) -> None:
+        """Note that a step has followed a plan.
 
         Args:
-            is_whole: whether these moves were made to the end. They are not if the optimizer runs other ops than in the
-                captured step, as with another budget, for which it updates other groups.
+            plan: of the step. With another one the count of such steps begins anew.
+            is_whole: whether its moves of model state were made to the end. They are not if the optimizer runs other
+                ops than in the captured step, as with another budget, for which it updates other groups.
         """
-        if is_whole:
-            self._partly, self._patience = 0, FIRST_PATIENCE
-            return False
-        self._partly += 1
-        if self._partly < self._patience:
+        if is_whole or not plan.state:
+            self._partly = 0
+            self._patience = FIRST_PATIENCE
+        else:
+            self._partly = self._partly + 1 if plan is self._plan else 1
+        self._plan = plan
+
+    def is_due_again(self, plan: Plan) -> bool:
+        """Return True, once, if steps follow a plan no more to the end, and the next one is captured instead."""
+        if plan is not self._plan or self._partly < self._patience:
             return False
         self._partly = 0
         self._patience *= 2

@@ -123,6 +123,9 @@ class StepModes:
         agreed = self.agreed
         if self._job.config.mode == "dynamic" or (agreed is not None and agreed.is_dynamic):
             return self._run_dynamic("")
+        if entry is not None and self._schedule.is_due_again(entry.planned.plan):
+            self._cache.remove(entry)
+            entry = None
         if entry is None and agreed is not None and agreed.is_due:
             return self._run_capture()
         if entry is not None and self._schedule.awaits_unknown(self._metering.steps):
@@ -175,11 +178,10 @@ class StepModes:
             self._cache.calibrate_time(entry, record)
             if not varies and not runner.state.left_for_room:
                 self._beside.note_followed(entry, record.peak_bytes or 0)
-            tells = bool(entry.planned.plan.state) and not (varies or entry.is_agreed)
-            if tells and self._schedule.note_followed(is_whole=self._pager.follows_plan):
-                self._cache.remove(entry)
         if followed is not None and capture is None:
             self._cache.improve(followed, record)
+            if followed is entry and not (varies or entry.is_agreed):
+                self._schedule.note_followed(entry.planned.plan, is_whole=self._pager.follows_plan)
 
     def _run_awaited(self) -> Iterator[None]:
         """Run a step as one of the known kinds, and capture it if it turns out at its first save to be of none."""
@@ -269,8 +271,7 @@ class StepModes:
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
         job = self._job
-        is_first = self._metering.steps == 0
-        return LiveCapture(job.name, job.device, job.model, job.optimizers, meter, is_first=is_first)
+        return LiveCapture(job.name, job.device, job.model, job.optimizers, meter, is_first=self._metering.steps == 0)
 
     def _make_runner(
         self, phase: Phase, entries: Sequence[PlanCacheEntry] = (), capture: LiveCapture | None = None
@@ -386,8 +387,7 @@ class StepModes:
         self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool
     ) -> None:
         """Record the op times of a step whose prediction is doubted; the plan stays if that is impossible."""
-        trace = entry.planned.trace
-        measured = capture.measure(trace, record.seconds, record.stall_seconds) if is_followed else None
+        measured = capture.measure(entry.planned.trace, record.seconds, record.stall_seconds) if is_followed else None
         if measured is None:
             entry.source = Source.MEASURED
         else:

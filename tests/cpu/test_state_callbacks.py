@@ -163,6 +163,32 @@ def test_a_callback_of_all_threads_sees_every_op(
     assert names["aten::addmm"] == layers if is_around else names["aten::addmm"] > 0
 
 
+@torch.library.custom_op("elbowroom_tests::add_compiled", mutates_args=())
+def add_compiled(x: torch.Tensor) -> torch.Tensor:
+    """An op that compiles what it runs."""
+    return torch.compile(lambda x: x + 1, backend="eager")(x)
+
+
+def test_callbacks_are_called_again_after_a_step_that_compiles(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first compilation of a process has PyTorch call them from the middle of an op on."""
+    monkeypatch.setattr("elbowroom.hooks.op_dispatch.may_run_compiled", lambda: False)
+    job = make_job(adamw)
+    with fit(job, profile) as room:
+        for index in range(3):
+            with room.step():
+                job.step(index)
+        with room.step():
+            job.step(3)
+            get_pager(room).make_room(EVERYTHING)
+            made = add_compiled(torch.ones(2))  # the last op of the step
+        assert made.tolist() == [2.0, 2.0]
+        with torch.autograd.profiler.profile() as seen:
+            torch.ones(3).add(1)
+    assert "aten::add" in count_ops(seen)
+
+
 def test_a_program_that_has_switched_callbacks_off_keeps_them_off(profile: HardwareProfile) -> None:
     switch = torch._C._autograd._enable_record_function
     make = functools.partial(make_job, adamw)

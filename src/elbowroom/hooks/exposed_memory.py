@@ -72,7 +72,7 @@ _EXPOSING: tuple[tuple[Any, str], ...] = (
     (torch.UntypedStorage, "_share_filename_cpu_"),
 )
 
-SAVING_SCRIPTS = "save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"
+_SAVING_SCRIPTS = "save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"
 """Methods that write a module of TorchScript with its parameters and buffers."""
 
 _ACCESSING: tuple[tuple[Any, str, Access], ...] = (
@@ -95,7 +95,7 @@ _ACCESSING: tuple[tuple[Any, str, Access], ...] = (
     (torch.UntypedStorage, "fill_", Access.WRITE),
     (torch.UntypedStorage, "resize_", Access.WRITE),
     (torch._C.PyTorchFileWriter, "write_record", Access.READ),  # torch.save writes each storage by it
-    *((torch._C.ScriptModule, name, Access.READ) for name in SAVING_SCRIPTS),
+    *((torch._C.ScriptModule, name, Access.READ) for name in _SAVING_SCRIPTS),
 )
 """Methods that access memory without an op."""
 

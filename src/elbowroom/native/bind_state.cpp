@@ -168,7 +168,7 @@ void bind_state(py::module_& module) {
       "Watch the ops of other threads if there is managed state.");
   module.def("update_watching", [] {
         update_key();
-        hide_addresses();
+        show_to_callbacks();
         const py::gil_scoped_release released;
         watch_all_threads();
       }, "Watch ops from now on if there is managed state; those of this thread also if somebody else watches them.");

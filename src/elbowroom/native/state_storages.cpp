@@ -105,8 +105,7 @@ void allow_access(c10::StorageImpl& storage) {
   storage.get_extra_meta().custom_data_ptr_error_msg_ = std::nullopt;
 }
 
-std::array<bool, 2> shown{};  // by `Shown`; with the mutex
-std::atomic<bool> is_shown_to_callbacks{false};
+std::array<std::atomic<bool>, 2> shown{};  // by `Shown`; changes with the mutex
 
 // Has accesses to the memory of a storage that is away raise an error. With the mutex.
 void guard_away(c10::StorageImpl& storage) {
@@ -385,8 +384,7 @@ void StateTable::begin_step() {
 void StateTable::show_addresses(bool shows, Shown reason) {
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages;  // destroyed without the mutex
   const std::lock_guard<std::mutex> guard(state_mutex());
-  if (std::exchange(shown[static_cast<size_t>(reason)], shows) == shows) return;
-  is_shown_to_callbacks = shown[static_cast<size_t>(Shown::TO_CALLBACKS)];
+  if (shown[static_cast<size_t>(reason)].exchange(shows) == shows) return;
   for (const auto& [key, record] : state_records()) {
     if (!record->is_away) continue;
     if (auto held = record->storage.lock()) guard_away(*storages.emplace_back(std::move(held)));
@@ -571,13 +569,21 @@ bool has_other_callbacks() {
   return called && called->callbacks_.size() > 1;
 }
 
+}  // namespace
+
+void show_to_callbacks() {
+  const bool shows = has_other_callbacks();
+  if (shows != shown[static_cast<size_t>(Shown::TO_CALLBACKS)]) StateTable::show_addresses(shows, Shown::TO_CALLBACKS);
+}
+
+namespace {
+
 // Errors stay here: what could not be restored raises one where it is accessed, and so do results that an op was to compute
 // first from what this one overwrites.
 std::unique_ptr<at::ObserverContext> begin_unwatched(const at::RecordFunction& function) {
   if (!StateTable::is_any_managed()) return nullptr;
-  if (is_key_active()) {  // it brings back what the op uses; other callbacks come before that, and may ask for addresses
-    const bool shows = has_other_callbacks();
-    if (shows != is_shown_to_callbacks) StateTable::show_addresses(shows, Shown::TO_CALLBACKS);
+  if (is_key_active()) {  // it brings back what the op uses
+    show_to_callbacks();
     return hide_from_lookup(function);
   }
   const auto name = function.operator_name();
@@ -599,10 +605,6 @@ std::atomic<bool> is_watching_all{false};
 }  // namespace
 
 bool is_watching_all_threads() { return is_watching_all; }
-
-void hide_addresses() {
-  if (!has_other_callbacks()) StateTable::show_addresses(false, Shown::TO_CALLBACKS);
-}
 
 void watch_all_threads() {
   static auto* mutex = new std::mutex;

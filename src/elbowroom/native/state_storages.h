@@ -133,8 +133,9 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
 void watch_all_threads();
 bool is_watching_all_threads();
 
-// Ends what callbacks of `RecordFunction` have found shown, unless there are still others than ours in this thread.
-void hide_addresses();
+// Shows null addresses while this thread has other callbacks of `RecordFunction` than ours: they come before an op's state
+// is brought back, and may ask for its address.
+void show_to_callbacks();
 
 // While an op runs: what it uses is in memory, and stays there.
 class StateUse {

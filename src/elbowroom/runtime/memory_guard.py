@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -148,16 +148,18 @@ class MemoryGuard:
             is_whole_step=False,
             in_the_way=tuple(in_the_way),
             state_bytes=state_bytes,
-            note=self._note(what, sum({id(each): blocks[id(each)] for each in here if is_shared(each)}.values())),
+            note=self._note(what, here),
         )
         return note_evidence(error, self._complete_error)
 
-    def _note(self, op: str, shared_bytes: int) -> str:
+    def _note(self, op: str, here: Sequence[torch.UntypedStorage]) -> str:
         notes = []
-        if shared_bytes:
+        moves_state = self._pager is not None and self._pager.is_active
+        shared = {id(each): each.nbytes() for each in here if is_shared(each)} if moves_state else {}
+        if shared:
             notes.append(
-                f"{format_bytes(shared_bytes)} of the state stay, since they lie in memory of a file, of NumPy or of "
-                "another process: give the model and the optimizer copies (copy.deepcopy) of what torch.load or "
+                f"{format_bytes(sum(shared.values()))} of the state stay, since they lie in memory of a file, of NumPy "
+                "or of another process: give the model and the optimizer copies (copy.deepcopy) of what torch.load or "
                 "safetensors return."
             )
         if self._refusal:
