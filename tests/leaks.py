@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
@@ -67,11 +68,19 @@ class Leaks:
             dispatch = sys.modules.get("torch.utils._python_dispatch")
             modes = dispatch._get_current_dispatch_mode_stack() if dispatch is not None else []
             found["dispatch modes"] = [type(mode).__name__ for mode in modes]
-            found["watchers"] = ["some"] if torch._C._is_key_in_tls("elbowroom.watchers") else []
+            found["watchers"] = ["some"] if torch._C._is_key_in_tls("elbowroom") else []
+            found["callbacks"] = [] if _is_record_function_enabled(torch) else ["switched off"]
             found["profilers"] = ["one"] if torch._C._autograd._profiler_enabled() else []
         marked = [model for reference in self._models if (model := reference()) is not None]
         found["model marks"] = [type(model).__name__ for model in marked if _ROOM_MARK in model.__dict__]
         return found
+
+
+def _is_record_function_enabled(torch: Any) -> bool:
+    libraries = os.path.join(os.path.dirname(torch.__file__), "lib")
+    function = ctypes.CDLL(os.path.join(libraries, "libtorch_cpu.so"))["_ZN2at23isRecordFunctionEnabledEv"]
+    function.restype = ctypes.c_bool
+    return bool(function())
 
 
 def list_nameless_files() -> list[str]:

@@ -89,7 +89,6 @@ def test_a_step_planned_for_another_budget_is_captured_again(profile: HardwarePr
         assert planned is not None and planned.plan.state
         modes = [record.mode for record in records]
         assert modes[:2] == [Mode.PLANNED, Mode.PLANNED] and Mode.CAPTURE in modes and modes[-1] is Mode.PLANNED, modes
-        assert records[1].offloaded_bytes != planned.forecast.offloaded_bytes, "the first plan was followed as well"
         assert records[-1].offloaded_bytes == planned.forecast.offloaded_bytes
         assert all((record.peak_bytes or 0) <= budget_bytes for record in records)
     found = list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}

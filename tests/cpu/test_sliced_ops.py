@@ -342,7 +342,7 @@ def test_an_op_that_the_system_refuses_memory_runs_in_slices(profile: HardwarePr
     with elbowroom.fit(model, adamw(model.parameters()), 384 << 20, profile=profile, mode="dynamic") as room:
         with room.step(), limited_data(0):
             filled = fill_memory(1 << 20)  # pages that malloc and the arena still have
-            with limited_data(48 << 20):
+            with limited_data(24 << 20):
                 ours = pool()
             del filled
         sliced_ops = room.metrics()["sliced_ops"]

@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch import nn
 
+from elbowroom.hooks.compiled_regions import stay_watched
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.native import library
 from tests.state_jobs import (
     BUDGET,
     EVERYTHING,
@@ -67,8 +69,15 @@ def make_job_with_an_op_of_its_own() -> StateJob:
 
 
 @pytest.mark.parametrize("is_metered", [True, False])
-@pytest.mark.parametrize("mode", ["dynamic", "auto"])
-def test_an_op_uses_state_that_it_is_not_given(mode: str, is_metered: bool, profile: HardwareProfile) -> None:
+@pytest.mark.parametrize(
+    ("mode", "is_heard"),
+    [("dynamic", False), ("auto", False), pytest.param("dynamic", True, id="Dynamo tells us of the op's function")],
+)
+def test_an_op_uses_state_that_it_is_not_given(
+    mode: str, is_heard: bool, is_metered: bool, profile: HardwareProfile
+) -> None:
+    if is_heard:
+        stay_watched()
     found = run_within(make_job_with_an_op_of_its_own, profile, mode=mode, is_metered=is_metered)
     assert_same(run_plain(make_job_with_an_op_of_its_own), found)
 
@@ -201,3 +210,21 @@ def test_a_program_that_has_switched_callbacks_off_keeps_them_off(profile: Hardw
         assert not seen.key_averages()
     finally:
         switch(True)
+
+
+def test_a_step_that_ends_in_a_backward_pass_leaves_nothing_behind(profile: HardwareProfile) -> None:
+    """When the pass ends, autograd restores what the thread had when it began, which was in the step."""
+    job = make_job(adamw)
+    with fit(job, profile) as room:
+        for index in range(3):
+            with room.step():
+                job.step(index)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(room.step())
+            ended = next(job.model.parameters()).register_post_accumulate_grad_hook(lambda _: stack.close())
+            job.model(make_batch(0)).square().mean().backward()
+        ended.remove()
+        get_pager(room).make_room(EVERYTHING)
+        with torch.no_grad():
+            job.model(make_batch(0))
+        assert not library.load().get_watchers()

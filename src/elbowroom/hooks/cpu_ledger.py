@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from elbowroom.errors import Infeasible, MemoryRefused
+from elbowroom.hooks.loaded_memory import find_loaded
 from elbowroom.hooks.ledger import NO_LIMIT, MakeRoom
 from elbowroom.native import library
 
@@ -40,9 +41,12 @@ class CpuLedger:
         self.scope.set_make_room(self._ask)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.layout is torch.strided:
-                self.scope.adopt(tensor.untyped_storage(), False)
+        storages = [each.untyped_storage() for each in tensors if each.layout is torch.strided]
+        for storage in storages:
+            self.scope.adopt(storage, False)
+        on_cpu = (each for each in storages if each.device.type == "cpu")
+        for storage, is_mapped in find_loaded(on_cpu):
+            self.scope.own_loaded(storage, is_mapped)
 
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
         return self.scope.adopt(storage, True)

@@ -100,6 +100,14 @@ void bind_ledger(py::module_& module) {
       .def(
           "adopt_inputs", &adopt_inputs, py::arg("tensors"),
           "Adopt the storages of plain tensors as inputs. Returns whether one was not counted before.")
+      .def(
+          "own_loaded",
+          [](Scope& scope, const py::object& storage, bool is_mapped) {
+            return Ledger::get().own_loaded(unpack(storage), scope, is_mapped);
+          },
+          py::arg("storage"), py::arg("is_mapped"),
+          "Let an adopted storage give up memory that was loaded from a file for it alone. Returns false if others may use "
+          "that memory.")
       .def("drop_inputs", &Scope::drop_inputs, "Stop counting adopted inputs.")
       .def("close", [](Scope& scope) { Ledger::get().close_scope(scope); }, "Close the scope and remove its limit.");
   module.def(

@@ -24,6 +24,15 @@ constexpr size_t LEAST_IN_ARENA = 16 << 10;
 
 thread_local Scope* current = nullptr;
 
+// The deleter of memory that NumPy, DLPack or other code made: they may hold on to it.
+c10::DeleterFnPtr find_deleter_of_others() {
+  static const c10::DeleterFnPtr deleter = [] {
+    char byte = 0;
+    return c10::InefficientStdFunctionContext::makeDataPtr(&byte, [](void*) {}, c10::Device(c10::DeviceType::CPU)).get_deleter();
+  }();
+  return deleter;
+}
+
 void free_in_arena(void* address) {
   c10::profiledCPUMemoryReporter().Delete(address);
   Arena::get().free(address);
@@ -219,12 +228,34 @@ bool Ledger::adopt(const c10::Storage& storage, Scope& scope, bool is_input) {
     scope.add_external(storage);
     return true;
   }
-  const auto nbytes = static_cast<int64_t>(impl->nbytes());
-  const c10::Device device = memory.device();
-  c10::DataPtr counted(address, address, &Ledger::release, device);
-  blocks_.put(address, {impl->set_data_ptr(std::move(counted)), nbytes, &scope, epoch_.load()});
+  take_over(*impl, scope);
+  if (impl->allocator() != nullptr) impl->set_allocator(this);
+  scope.add_adopted(static_cast<int64_t>(impl->nbytes()));
+  return true;
+}
+
+// Frees a storage's memory by `release`, which subtracts its bytes from the scope.
+void Ledger::take_over(c10::StorageImpl& storage, Scope& scope) {
+  c10::DataPtr& memory = storage._mutable_data_ptr_no_checks();
+  void* address = memory.get();
+  c10::DataPtr counted(address, address, &Ledger::release, memory.device());
+  const auto nbytes = static_cast<int64_t>(storage.nbytes());
+  blocks_.put(address, {storage.set_data_ptr(std::move(counted)), nbytes, &scope, epoch_.load()});
+}
+
+bool Ledger::own_loaded(const c10::Storage& storage, Scope& scope, bool is_mapped) {
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  const c10::DataPtr& memory = impl->_mutable_data_ptr_no_checks();
+  const c10::DeleterFnPtr deleter = memory.get_deleter();
+  // A NumPy view makes a storage not resizable, but leaves it its allocator.
+  if (memory.get() == nullptr || impl->resizable() || impl->allocator() != nullptr) return false;
+  if (deleter != &Ledger::release) {
+    if (!is_mapped || deleter == nullptr || deleter == find_deleter_of_others()) return false;
+    if (blocks_.find(memory.get()).has_value() || !scope.forget_external(storage)) return false;
+    take_over(*impl, scope);
+  }
   impl->set_allocator(this);
-  scope.add_adopted(nbytes);
+  impl->set_resizable(true);
   return true;
 }
 

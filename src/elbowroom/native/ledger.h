@@ -38,6 +38,9 @@ class Ledger final : public c10::Allocator {
   // Count a storage that was there before until it dies. Room is made for an input of a step as for an allocation, and it
   // counts until its scope drops its inputs. Returns whether the storage was not counted for this scope already.
   bool adopt(const c10::Storage& storage, Scope& scope, bool is_input);
+  // Lets an adopted storage give up memory that was loaded from a file for it alone. `is_mapped`: whether that lies in a
+  // private mapping of a file. Returns false if others may use the memory.
+  bool own_loaded(const c10::Storage& storage, Scope& scope, bool is_mapped);
   // Has room made for a storage that is about to be adopted.
   void make_room_for(const c10::Storage& storage, Scope& scope);
 
@@ -45,6 +48,7 @@ class Ledger final : public c10::Allocator {
   Ledger();
 
   static void release(void* address);
+  void take_over(c10::StorageImpl& storage, Scope& scope);
   c10::DataPtr take(size_t nbytes, Scope* scope);
   c10::DataPtr take_below(size_t nbytes);
   // The open scopes that count allocations outside any scope at this epoch.

@@ -110,6 +110,12 @@ void Scope::add_external(const c10::Storage& storage) {
   add_adopted(nbytes);
 }
 
+bool Scope::forget_external(const c10::Storage& storage) {
+  const std::lock_guard<std::mutex> guard(external_mutex_);
+  const auto* impl = storage.unsafeGetStorageImpl();
+  return std::erase_if(external_, [impl](const External& each) { return each.storage._unsafe_get_target() == impl; }) > 0;
+}
+
 bool Scope::add_input(const c10::Storage& storage) {
   const auto nbytes = static_cast<int64_t>(storage.nbytes());
   reserve(nbytes);  // without the mutex: Python may make the room

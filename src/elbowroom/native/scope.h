@@ -64,6 +64,8 @@ class Scope {
 
   // Count a storage whose memory is not taken over, until it dies.
   void add_external(const c10::Storage& storage);
+  // Leaves the bytes of such a storage counted: its memory is taken over. Returns false if there is none.
+  bool forget_external(const c10::Storage& storage);
   // Make room for an input of a step as `reserve` does, and count it until `drop_inputs`. Returns false if another thread
   // has counted it meanwhile. Throws what `make_room` throws, and counts nothing then.
   bool add_input(const c10::Storage& storage);

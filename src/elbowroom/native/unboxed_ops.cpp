@@ -139,6 +139,7 @@ struct Unboxed<Op, Result(Arguments...)> {
     static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
     static std::atomic<const OpKind*> known{nullptr};
     Thread& thread = get_thread();
+    if (thread.has_left) leave_again(thread);
     if (StateTable::is_any_managed()) heed_profilers(thread);
     const bool has_bytes = !keys.has_backend(c10::BackendComponent::MetaBit);
     OpWatch* const watch = has_bytes ? find_only_watch(thread) : nullptr;

@@ -13,6 +13,7 @@
 #include <ATen/record_function.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -35,6 +36,8 @@
 namespace elbowroom {
 
 namespace py = pybind11;
+
+constexpr int NO_GRAPH_TASK = -1;
 
 // The tuple of watchers; `natives` has each item that is an `OpWatch`, else null.
 struct Watchers final : c10::SafePyObject {
@@ -200,8 +203,8 @@ void skip_callbacks(Thread& thread, bool skips) {
   thread.skips_callbacks = skips && is_only_callback_ours();
   if (thread.watchers != nullptr) thread.watchers->skip_callbacks = thread.skips_callbacks;
   if (!thread.skips_callbacks) return;
-  at::enableRecordFunction(false);
   thread.has_skipped = true;
+  if (thread.called_back == 0) at::enableRecordFunction(false);  // else when the op ends that needs them
 }
 
 // Hides the key while Dynamo looks up compiled code for this thread's state.
@@ -409,6 +412,7 @@ void run_sliceable(
 void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   Thread& thread = get_thread();
   thread.moves = nullptr;
+  if (thread.has_left) leave_again(thread);
   if (StateTable::is_any_managed()) heed_profilers(thread);
   OpWatch* const slicing = may_be_changed(keys) ? nullptr : find_slicing_watch(thread);
   const OpKind* kind = nullptr;
@@ -488,11 +492,21 @@ void update_key() {
   skip_callbacks(thread, thread.watchers != nullptr);
 }
 
+void leave_again(Thread& thread) {
+  if (torch::autograd::get_current_graph_task_id() != NO_GRAPH_TASK) return;
+  thread.has_left = false;
+  forget_watchers<at::impl::ThreadLocalPythonObjects>();
+  c10::impl::tls_set_dispatch_key_included(KEY, StateTable::is_any_managed());
+  at::enableRecordFunction(true);
+}
+
 void set_watchers(const py::tuple& watchers) {
   Thread& thread = get_thread();
+  if (thread.has_left) leave_again(thread);
   c10::impl::tls_set_dispatch_key_included(KEY, !watchers.empty() || StateTable::is_any_managed());
   if (watchers.empty()) {
     skip_callbacks(thread, false);
+    thread.has_left = thread.watchers != nullptr && torch::autograd::get_current_graph_task_id() != NO_GRAPH_TASK;
     thread.has_skipped = false;
     forget_watchers<at::impl::ThreadLocalPythonObjects>();
     thread.watchers = nullptr;
@@ -500,6 +514,7 @@ void set_watchers(const py::tuple& watchers) {
     entered.reset();
     return;
   }
+  thread.has_left = false;
   std::vector<OpWatch*> natives;
   for (const py::handle each : watchers) {
     natives.push_back(py::isinstance<OpWatch>(each) ? each.cast<OpWatch*>() : nullptr);

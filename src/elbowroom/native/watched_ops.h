@@ -33,7 +33,9 @@ struct Thread {
   double lost_seconds = 0;  // spent in our own Python code: not charged to ops
   bool skips_callbacks = false;  // its ops come to its watchers, and PyTorch does not call callbacks for them
   bool has_skipped = false;  // it has since its step began: autograd may skip them again when a hook returns
+  unsigned called_back = 0;  // `CalledBack` objects that have switched callbacks on
   unsigned ops_without_callbacks = 0;
+  bool has_left = false;  // its step ended in a backward pass, which restores the state that the thread had before
 };
 
 inline Thread& get_thread() {
@@ -57,11 +59,15 @@ bool are_callbacks_skipped(const Thread& thread);
 class CalledBack {
  public:
   CalledBack() : is_needed_(StateTable::is_any_managed() && are_callbacks_skipped(get_thread())) {
-    if (is_needed_) at::enableRecordFunction(true);
+    if (!is_needed_) return;
+    ++get_thread().called_back;
+    at::enableRecordFunction(true);
   }
   ~CalledBack() {
-    const Thread& thread = get_thread();
-    if (is_needed_ && (thread.skips_callbacks || thread.watchers == nullptr)) at::enableRecordFunction(false);
+    if (!is_needed_) return;
+    Thread& thread = get_thread();
+    --thread.called_back;
+    if (thread.skips_callbacks || thread.watchers == nullptr) at::enableRecordFunction(false);
   }
   CalledBack(const CalledBack&) = delete;
   CalledBack& operator=(const CalledBack&) = delete;
@@ -69,6 +75,10 @@ class CalledBack {
  private:
   const bool is_needed_;
 };
+
+// Leaves a step that ended in a backward pass once more after that pass: it has restored the step's watchers, dispatch key
+// and skipped callbacks. Does nothing before.
+void leave_again(Thread& thread);
 
 // Has PyTorch call the callbacks that the program has added in the middle of a step, such as a profiler's.
 void heed_profilers(Thread& thread);
