@@ -333,16 +333,16 @@ def test_an_op_that_the_system_refuses_memory_runs_in_slices(profile: HardwarePr
     """The budget has room for the whole op, and the process has not."""
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
-    images = torch.randn(16, 16, 256, 256)
+    images = torch.randn(32, 16, 256, 256)
 
     def pool() -> torch.Tensor:
         return functional.max_pool2d(images.cos(), 16)
 
     plain = pool()
-    with elbowroom.fit(model, adamw(model.parameters()), 384 << 20, profile=profile, mode="dynamic") as room:
+    with elbowroom.fit(model, adamw(model.parameters()), 768 << 20, profile=profile, mode="dynamic") as room:
         with room.step(), limited_data(0):
             filled = fill_memory(1 << 20)  # pages that malloc and the arena still have
-            with limited_data(24 << 20):
+            with limited_data(48 << 20):
                 ours = pool()
             del filled
         sliced_ops = room.metrics()["sliced_ops"]
