@@ -74,8 +74,7 @@ def make_pager(job: Job, transfers: Transfers, ledger: Ledger) -> StatePager:
     """Return the pager of a job's state."""
     load_native()  # the extension asks what it does not know of an op, also between steps
     list_state, optimizers = (job.list_movable, job.optimizers) if job.moves_state else (list, ())
-    min_bytes = job.config.min_offload_bytes
-    return StatePager(job.device, list_state, job.list_uncounted, optimizers, transfers, ledger, min_bytes)
+    return StatePager(job.device, list_state, optimizers, transfers, ledger, job.config.min_offload_bytes)
 
 
 def plan_ahead(job: Job, pager: StatePager, modes: StepModes, budget_bytes: int, step: Callable[[], Any]) -> None:

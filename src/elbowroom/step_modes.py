@@ -9,8 +9,6 @@ import traceback
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 
-import torch
-
 from elbowroom.advice import complete
 from elbowroom.agreed_plans import AgreedPlans, CapturedStep
 from elbowroom.bytes_beside import BytesBeside
@@ -37,7 +35,7 @@ from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_runner import StepRunner
 from elbowroom.runtime.transfers import Transfers
-from elbowroom.tracing.live import LiveCapture
+from elbowroom.tracing.live import LiveCapture, explain_no_needs
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +209,7 @@ class StepModes:
         capture = self._make_capture(meter)
         runner = self._make_runner(Phase.CAPTURING, capture=capture)
         step = yield from self._run(runner, meter, capture)
-        note = "" if runner.state.saved_tensors.needs else _explain_no_needs()
+        note = "" if runner.state.saved_tensors.needs else explain_no_needs()
         record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, note)
         if note:
             self._schedule.reason = note
@@ -220,6 +218,7 @@ class StepModes:
             self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _begin_paging(self, *, may_move: bool) -> None:
+        self._ledger.adopt(self._job.list_uncounted())
         self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move and self._job.moves_state)
 
     def _run(
@@ -392,9 +391,3 @@ class StepModes:
             entry.source = Source.MEASURED
         else:
             self._cache.record_again(entry, measured)
-
-
-def _explain_no_needs() -> str:
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return "saved-tensor hooks of the program come first, so that there is nothing to plan"
-    return "no backward() ran inside of room.step(), so there is nothing to plan"

@@ -322,18 +322,3 @@ def test_parameters_that_come_and_go(profile: HardwareProfile) -> None:
         return dataclasses.replace(job, step=step_and_change)
 
     assert_trains_the_same(make, profile)
-
-
-def test_loaded_state_is_named_where_it_stays(profile: HardwareProfile) -> None:
-    """An optimizer keeps the tensors of `torch.load`, whose memory is not PyTorch's own; copies of them may leave."""
-    trained = make_job(adamw)
-    trained.step(0)
-    for loads in (lambda state: state, copy.deepcopy):
-        job = make_job(adamw)
-        job.optimizers[0].load_state_dict(loads(save(trained.optimizers[0].state_dict())))
-        with fit(job, profile, BUDGET) as room:
-            is_copied = loads is copy.deepcopy
-            refused = r"of the state stay, since .* copies \(copy.deepcopy\) of what torch.load"
-            with contextlib.nullcontext() if is_copied else pytest.raises(Infeasible, match=refused), room.step():
-                job.step(0)
-            assert bool(get_pager(room).storages.reloaded_bytes) is is_copied

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from elbowroom.errors import Infeasible, MemoryRefused
-from elbowroom.hooks.loaded_memory import find_loaded
 from elbowroom.hooks.ledger import NO_LIMIT, MakeRoom
+from elbowroom.hooks.loaded_memory import find_loaded
 from elbowroom.native import library
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ _USERS = 2
 
 
 def find_loaded(storages: Iterable[torch.UntypedStorage]) -> list[tuple[torch.UntypedStorage, bool]]:
-    """Return the storages in CPU memory that may have been loaded, and whether each lies in a private mapping of a file.
+    """Return the storages in CPU memory that may have been loaded, and whether a private mapping of a file has them.
 
     Those that several tensors use are left out, and so are those that overlap: their tensors may rely on it.
     """

@@ -1,9 +1,11 @@
 #include "ledger.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/COW.h>
 #include <pthread.h>
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -32,6 +34,18 @@ c10::DeleterFnPtr find_deleter_of_others() {
   }();
   return deleter;
 }
+
+// Memory in a mapped file. The file stays mapped until its last part is freed, and what was written to the pages of a part
+// would stay in memory as long.
+struct MappedPart {
+  c10::DataPtr memory;
+  size_t nbytes;
+
+  static void discard(void* context) {
+    const std::unique_ptr<MappedPart> part(static_cast<MappedPart*>(context));
+    discard_pages(reinterpret_cast<uintptr_t>(part->memory.get()), part->nbytes);
+  }
+};
 
 void free_in_arena(void* address) {
   c10::profiledCPUMemoryReporter().Delete(address);
@@ -250,8 +264,13 @@ bool Ledger::own_loaded(const c10::Storage& storage, Scope& scope, bool is_mappe
   // A NumPy view makes a storage not resizable, but leaves it its allocator.
   if (memory.get() == nullptr || impl->resizable() || impl->allocator() != nullptr) return false;
   if (deleter != &Ledger::release) {
-    if (!is_mapped || deleter == nullptr || deleter == find_deleter_of_others()) return false;
+    const bool is_others = deleter == find_deleter_of_others() || c10::impl::cow::is_cow_data_ptr(memory);
+    if (!is_mapped || deleter == nullptr || is_others) return false;
     if (blocks_.find(memory.get()).has_value() || !scope.forget_external(storage)) return false;
+    void* address = memory.get();
+    const c10::Device device = memory.device();
+    auto part = std::make_unique<MappedPart>(MappedPart{impl->set_data_ptr(c10::DataPtr()), impl->nbytes()});
+    impl->set_data_ptr_noswap(c10::DataPtr(address, part.release(), &MappedPart::discard, device));
     take_over(*impl, scope);
   }
   impl->set_allocator(this);

@@ -51,6 +51,13 @@ Mapping map_pages(uintptr_t begin, size_t nbytes) { return map(begin, nbytes, PR
 
 bool unmap_pages(uintptr_t begin, size_t nbytes) { return munmap(to_pointer(begin), nbytes) == 0; }
 
+void discard_pages(uintptr_t begin, size_t nbytes) {
+  const size_t page_bytes = get_page_bytes();
+  const uintptr_t first = (begin + page_bytes - 1) / page_bytes * page_bytes;
+  const uintptr_t end = (begin + nbytes) / page_bytes * page_bytes;
+  if (first < end) madvise(to_pointer(first), end - first, MADV_DONTNEED);
+}
+
 bool trim_heap() {
 #ifdef __GLIBC__
   return malloc_trim(0) != 0;

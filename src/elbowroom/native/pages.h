@@ -21,6 +21,10 @@ Mapping map_pages(uintptr_t begin, size_t nbytes);
 // Unmaps pages, which lowers resident memory at once. Returns whether it succeeded.
 bool unmap_pages(uintptr_t begin, size_t nbytes);
 
+// Gives the whole pages of a part of a mapped file back to the system: they have the file's contents again when they are
+// read.
+void discard_pages(uintptr_t begin, size_t nbytes);
+
 // Returns malloc's free pages to the system. Returns whether there were any.
 bool trim_heap();
 

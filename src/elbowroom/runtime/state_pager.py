@@ -73,7 +73,6 @@ class StatePager:
     Args:
         device: device whose memory is limited. State elsewhere stays where it is.
         list_residents: returns parameters, gradients, buffers and optimizer state.
-        list_uncounted: returns them if some have come since the last call that the ledger does not count.
         optimizers: of the job. Those that can update a few parameters at a time do so while ops are watched.
         transfers: moves bytes to the tier below and back.
         ledger: counts bytes on the device.
@@ -91,7 +90,6 @@ class StatePager:
         self,
         device: torch.device,
         list_residents: Callable[[], list[torch.Tensor]],
-        list_uncounted: Callable[[], list[torch.Tensor]],
         optimizers: Sequence[Optimizer],
         transfers: Transfers,
         ledger: Ledger,
@@ -100,7 +98,6 @@ class StatePager:
         self._native = library.load()
         self._device = device
         self._list_residents = list_residents
-        self._list_uncounted = list_uncounted
         self._optimizers = optimizers
         self._grouped: list[GroupedStep] = []
         self._ledger = ledger
@@ -130,7 +127,6 @@ class StatePager:
         self.follows_plan = False
         self.storages.refusal = ""
         self._release_held()
-        self._ledger.adopt(self._list_uncounted())
         live_bytes = self._ledger.live_bytes
         missing_bytes = live_bytes - budget_bytes
         is_watching = self._native.is_any_state_managed()

@@ -113,3 +113,10 @@ def _strip(name: str) -> str:
 def count_state(optimizers: Sequence[Optimizer]) -> int:
     """Count the entries of the optimizers' states."""
     return sum(len(state) for optimizer in optimizers for state in optimizer.state.values())
+
+
+def explain_no_needs() -> str:
+    """Return why a captured step needs no saved tensors."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved-tensor hooks of the program come first, so that there is nothing to plan"
+    return "no backward() ran inside of room.step(), so there is nothing to plan"
