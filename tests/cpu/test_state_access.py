@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import nn
 
-from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
 from tests.state_jobs import (

@@ -158,8 +158,8 @@ class MemoryGuard:
         shared = {id(each): each.nbytes() for each in here if is_shared(each)} if moves_state else {}
         if shared:
             notes.append(
-                f"{format_bytes(sum(shared.values()))} of the state stay, since NumPy, another process or another tensor of a "
-                "loaded file uses their memory: give the model and the optimizer copies (copy.deepcopy)."
+                f"{format_bytes(sum(shared.values()))} of the state stay, since NumPy, another process or another "
+                "tensor of a loaded file uses their memory: give the model and the optimizer copies (copy.deepcopy)."
             )
         if self._refusal:
             notes.append(f"Parameters, gradients or optimizer state stay, since {self._refusal}")
