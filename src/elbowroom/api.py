@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import parse_budget
 from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hardware.probe import probe
+from elbowroom.hooks.several_models import SeveralModels, list_models
 from elbowroom.hooks.sharded import find_sharded, is_sharded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
@@ -31,12 +32,15 @@ from elbowroom.shared_lease import SharedLease, run_within_lease
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.tracing.residents import list_resident_tensors
 
+Models = torch.nn.Module | Sequence[torch.nn.Module]
+"""One model, or several that a step uses, the trained one first."""
+
 MOST_GROUPINGS = 4
 """Captures with ever smaller groups of the optimizer's step, until the smallest budget no longer depends on them."""
 
 
 def fit(
-    model: torch.nn.Module,
+    model: Models,
     optimizer: Optimizer | Iterable[Optimizer],
     memory_budget: int | float | str | SharedLease | None = None,
     *,
@@ -57,7 +61,8 @@ def fit(
     Losses, gradients and parameters are bit for bit those of the same loop without Elbowroom.
 
     Args:
-        model: any module with all of its parameters on one device.
+        model: any module with all of its parameters on one device; or a list of the modules that a step uses, such as a
+            GAN's two, or a model with a frozen teacher and an average of its weights. All of them may leave the device.
         optimizer: one or several.
         memory_budget: bytes the job may hold on that device: a number, "8GiB" or "8G" (1024), "8GB" (1000), or "60%"
             of the device's memory; or "shared": a lease of the device's broker (`elbowroom share`), which may change
@@ -77,7 +82,8 @@ def fit(
     config = read_config(**options)
     get(policies, config.policy, "Policy")
     find_strategy(config.strategy)
-    device, optimizers = find_device(model), list_optimizers(optimizer)
+    model, optimizers = gather_models(model), list_optimizers(optimizer)
+    device = find_device(model)
     if step is not None:
         _check_step(step)
     if profile is not None and not isinstance(profile, HardwareProfile):
@@ -107,7 +113,7 @@ def _read_budget(memory_budget: int | float | str | SharedLease | None) -> int |
 
 
 def smallest_budget(
-    model: torch.nn.Module,
+    model: Models,
     optimizer: Optimizer | Iterable[Optimizer],
     step: Callable[[], Any],
     *,
@@ -128,7 +134,8 @@ def smallest_budget(
             step in a room with a large budget instead, and plan `room.planned.trace`.
         Infeasible: `host_bytes` is too small for any budget.
     """
-    config, device = read_config(**options), find_device(model)
+    config, model = read_config(**options), gather_models(model)
+    device = find_device(model)
     if config.mode == "dynamic":
         raise UsageError('smallest_budget plans the step, but mode="dynamic" makes no plan: leave out mode')
     trace = capture(step, model, optimizer)
@@ -152,7 +159,7 @@ def smallest_budget(
 
 def capture(
     step: Callable[[], Any],
-    model: torch.nn.Module,
+    model: Models,
     optimizer: Optimizer | Iterable[Optimizer],
     *,
     name: str | None = None,
@@ -168,14 +175,15 @@ def capture(
         UsageError: the model has no parameters, is on two devices or is sharded; an argument has the wrong type.
         TraceError: the step reads tensor values, uses something that cannot be faked, or never calls backward.
     """
-    device, optimizers = find_device(model), list_optimizers(optimizer)
+    model, optimizers = gather_models(model), list_optimizers(optimizer)
+    device = find_device(model)
     _check_step(step)
     if is_sharded(model):
         raise UsageError(
             "the model is sharded by fully_shard, whose collectives cannot run ahead: capture a step in a room instead"
         )
     with contextlib.nullcontext() if memory_budget is None else _grouping(model, optimizers, memory_budget, device):
-        trace = capture_fake(step, model, optimizers, name=name or type(model).__name__, device=device)
+        trace = capture_fake(step, model, optimizers, name=name or type(list_models(model)[0]).__name__, device=device)
     if not trace.needs:
         raise TraceError("the step never calls backward, so there is nothing to plan")
     return trace
@@ -190,6 +198,22 @@ def _grouping(
     if not may_leave(COMING * held_bytes, budget_bytes):
         return contextlib.nullcontext()
     return grouping(optimizers, budget_bytes)
+
+
+def gather_models(model: Models) -> torch.nn.Module:
+    """Return one or several models as one.
+
+    Raises:
+        UsageError: the list is empty, or one of its items is not a module.
+    """
+    if not isinstance(model, (list, tuple)):
+        return model  # type: ignore[return-value]
+    for each in model:
+        if not isinstance(each, torch.nn.Module):
+            raise UsageError(f"expected torch.nn.Modules as the models; this list has {_name_type(each)} in it")
+    if not model:
+        raise UsageError("the list of models is empty, so there is nothing to train")
+    return SeveralModels(model) if len(model) > 1 else model[0]
 
 
 def find_device(model: torch.nn.Module) -> torch.device:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.config import Config
+from elbowroom.hooks.several_models import list_models
 from elbowroom.hooks.sharded import is_sharded, list_bucketed
 from elbowroom.hooks.storage_ids import get_any_storage, unwrap
 from elbowroom.ir.trace import Role
@@ -26,12 +27,12 @@ class Job:
     optimizers: tuple[Optimizer, ...]
     device: torch.device
     config: Config
-    _counted: list[Any] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
+    _counted: list[Any] = dataclasses.field(default_factory=lambda: [None], init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
-        """Class name of the model."""
-        return type(self.model).__name__
+        """Class name of the model, or of the first one."""
+        return type(list_models(self.model)[0]).__name__
 
     @property
     def moves_state(self) -> bool:
@@ -43,7 +44,7 @@ class Job:
         return list_resident_tensors(self.model, self.optimizers)
 
     def list_uncounted(self) -> list[torch.Tensor]:
-        """List them if an optimizer's `state` is another object than at the last call, as after `load_state_dict`."""
+        """List them at first, and when an optimizer's `state` has become another object, as after `load_state_dict`."""
         states = [each.state for each in self.optimizers]
         if len(states) == len(self._counted) and all(map(operator.is_, states, self._counted)):
             return []

@@ -197,6 +197,7 @@ class RunningStep:
     def _finish_at_end(self, runner: StepRunner) -> None:
         self._attached.enter_context(ending_step(runner.finish))
         if runner.sliced_ops is not None:
+            self._attached.callback(runner.sliced_ops.stop_recording)
             self._attached.enter_context(ending_step(runner.sliced_ops.run_waiting))
         end_in_workers()
 

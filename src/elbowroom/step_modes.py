@@ -218,7 +218,8 @@ class StepModes:
             self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _begin_paging(self, *, may_move: bool) -> None:
-        self._ledger.adopt(self._job.list_uncounted())
+        if uncounted := self._job.list_uncounted():
+            self._ledger.adopt(uncounted)
         self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move and self._job.moves_state)
 
     def _run(

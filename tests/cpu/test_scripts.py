@@ -396,6 +396,37 @@ def test_other_modules_count(profile: HardwareProfile) -> None:
     assert peaks[0] == peaks[1]
 
 
+def train_with_teacher(teacher: nn.Module) -> Outcome:
+    torch.manual_seed(0)
+    net = make_net(2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for index in range(5):
+        batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(index))
+        with torch.no_grad():
+            wanted = teacher(batch)
+        loss = (net(batch) - wanted).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(show(loss))
+    return finish(losses, net)
+
+
+def test_a_frozen_teacher_leaves(profile: HardwareProfile) -> None:
+    """Nobody has told us of it."""
+    torch.manual_seed(1)
+    teacher = nn.Sequential(*(nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(8)), nn.Linear(4 * WIDTH, WIDTH))
+    teacher = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), *teacher).requires_grad_(False)
+    budget_bytes = sum(each.nbytes for each in teacher.parameters()) // 2
+    expected = train_with_teacher(teacher)
+    with managing(profile, budget_bytes) as program:
+        assert train_with_teacher(teacher) == expected
+        assert program.room is not None
+        assert max(step.peak_bytes or 0 for step in program.room.journal().steps) <= budget_bytes
+    del program
+
+
 def test_a_budget_that_cannot_hold(profile: HardwareProfile) -> None:
     """The error names the module, also if the script wraps it."""
     with pytest.raises(Infeasible, match="needed at once") as caught, managing(profile, 1 << 16):

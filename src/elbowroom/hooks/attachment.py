@@ -1,10 +1,12 @@
-"""Marks a model that has a room."""
+"""Marks models that have a room."""
 
 from __future__ import annotations
 
 import weakref
 
 import torch
+
+from elbowroom.hooks.several_models import list_models
 
 _NAME = "_elbowroom_room"
 
@@ -20,16 +22,18 @@ class _Mark:
 
 
 def attach_mark(model: torch.nn.Module) -> None:
-    """Mark a model as having a room."""
-    model.__dict__[_NAME] = _Mark(model)
+    """Mark a model as having a room; of several, each."""
+    for each in list_models(model):
+        each.__dict__[_NAME] = _Mark(each)
 
 
 def remove_mark(model: torch.nn.Module) -> None:
     """Remove the mark, if there is one."""
-    model.__dict__.pop(_NAME, None)
+    for each in list_models(model):
+        each.__dict__.pop(_NAME, None)
 
 
 def is_marked(model: torch.nn.Module) -> bool:
-    """Tell whether a model has a room."""
-    found = model.__dict__.get(_NAME)
-    return isinstance(found, _Mark) and found.model() is model
+    """Tell whether a model has a room; of several, whether one has."""
+    marks = ((each, each.__dict__.get(_NAME)) for each in list_models(model))
+    return any(isinstance(mark, _Mark) and mark.model() is each for each, mark in marks)

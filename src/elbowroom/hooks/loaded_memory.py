@@ -5,6 +5,8 @@ Such storages cannot be resized, like those whose memory NumPy uses. But nobody 
 
 from __future__ import annotations
 
+import bisect
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -28,7 +30,8 @@ def find_loaded(storages: Iterable[torch.UntypedStorage]) -> list[tuple[torch.Un
         end, storage = begin + nbytes, fixed[key]
         overlaps = begin < last or (index + 1 < len(spans) and spans[index + 1][0] < end)
         if not overlaps and torch._C._storage_Use_Count(key) <= _USERS:
-            found.append((storage, any(lower <= begin and end <= upper for lower, upper in mappings)))
+            nearest = bisect.bisect_right(mappings, (begin, sys.maxsize)) - 1
+            found.append((storage, nearest >= 0 and end <= mappings[nearest][1]))
         last = max(last, end)
     return found
 

@@ -7,9 +7,10 @@ import gzip
 import json
 import logging
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from elbowroom.api import fit
@@ -33,6 +34,8 @@ class ElbowroomCallback(TrainerCallback):
 
     Args:
         memory_budget: as for `elbowroom.fit`.
+        other_models: modules that a step uses beside the model, such as the reference model of TRL's DPOTrainer. They
+            may leave the device, too.
         logs_metrics: whether the Trainer's logs contain metrics of the room, with the prefix "elbowroom/".
         profile: as for `elbowroom.fit`.
         **options: as for `elbowroom.fit`.
@@ -45,11 +48,13 @@ class ElbowroomCallback(TrainerCallback):
         self,
         memory_budget: int | float | str,
         *,
+        other_models: Sequence[torch.nn.Module] = (),
         logs_metrics: bool = True,
         profile: HardwareProfile | None = None,
         **options: Any,
     ) -> None:
         self._memory_budget = memory_budget
+        self._other_models = tuple(other_models)
         self._logs_metrics = logs_metrics
         self._profile = profile
         self._options = options
@@ -74,7 +79,8 @@ class ElbowroomCallback(TrainerCallback):
         self._close()
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         model = find_wrapper(kwargs["model"])
-        self.room = fit(model, optimizer, self._memory_budget, profile=self._profile, **self._options)
+        models = [model, *self._other_models]
+        self.room = fit(models, optimizer, self._memory_budget, profile=self._profile, **self._options)
         self._profile = self.room.profile
         if state.global_step:
             self._resume(args, state)

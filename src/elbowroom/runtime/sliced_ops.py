@@ -88,14 +88,7 @@ class SlicedOps(TorchDispatchMode):
         self.inexact: set[str] = set()
 
     def begin_step(
-        self,
-        budget_bytes: int,
-        watcher: Any,
-        table: Any,
-        lock: Any,
-        recorder: OpRecorder | None,
-        *,
-        has_plan: bool,
+        self, budget_bytes: int, watcher: Any, table: Any, lock: Any, recorder: OpRecorder | None, *, has_plan: bool
     ) -> None:
         """Begin a step, whose watcher has ops run in slices from now on.
 
@@ -113,6 +106,10 @@ class SlicedOps(TorchDispatchMode):
         self._table = table
         self._lock = lock
         watcher.set_slicer(self, min((key[1] for key in self._sizes), default=NEVER))
+
+    def stop_recording(self) -> None:
+        """Let go of the recorder, which holds the modules of its step."""
+        self._recorder = None
 
     def wants(self, name: str, tensors: Sequence[torch.Tensor], refusal: object) -> bool:
         """Tell whether an op is to run in slices.

@@ -14,9 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from elbowroom.hooks.attachment import is_marked
 from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import leave_package_uncompiled, undisturbed
 from elbowroom.hooks.input_guard import leave_uncompiled
+from elbowroom.hooks.storage_ids import PLAIN_TENSORS
 from elbowroom.integrations.optimizer_steps import is_in_backward, starts_training
 
 
@@ -195,6 +197,20 @@ class JobFinder:
         except BaseException:
             self._search()  # a program that goes on after the error must not train without a budget
             raise
+
+
+def list_other_models(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules on a model's devices that share no module with it, such as a frozen teacher."""
+    own = {id(each) for each in model.modules()}
+    devices = {each.device for each in model.parameters()}
+    apart = [each for each in _list_modules() if not any(id(part) in own for part in each.modules())]
+    inner = {id(part) for each in apart for part in each.modules() if part is not each}
+    found = []
+    for each in apart:
+        tensors = [*each.parameters(), *each.buffers()]
+        if id(each) not in inner and tensors and all(type(one) in PLAIN_TENSORS for one in tensors):
+            found += [each] if {one.device for one in tensors} <= devices and not is_marked(each) else []
+    return found
 
 
 def list_other_tensors(model: nn.Module) -> list[torch.Tensor]:

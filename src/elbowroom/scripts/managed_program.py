@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from elbowroom.api import fit
 from elbowroom.hooks.attachment import is_marked
 from elbowroom.integrations.optimizer_steps import OptimizerSteps
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
-from elbowroom.scripts.job_finder import FoundJob, JobFinder, list_other_tensors
+from elbowroom.scripts.job_finder import FoundJob, JobFinder, list_other_models, list_other_tensors
 from elbowroom.scripts.journal_file import JournalFile
 from elbowroom.scripts.live_view import LiveView
 
@@ -71,7 +73,10 @@ class ManagedProgram:
         if any(is_marked(each) for each in job.model.modules()):  # the program calls elbowroom.fit itself
             self.has_own_rooms = True
             return
-        room = fit(job.model, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
+        # Other ranks may have other modules beside the model.
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        models = [job.model, *(list_other_models(job.model) if is_alone else ())]
+        room = fit(models, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
         room.count_also(list_other_tensors(job.model))
         self._profile = room.profile
         self._room = room
