@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections import Counter
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -27,7 +25,6 @@ class Job:
     optimizers: tuple[Optimizer, ...]
     device: torch.device
     config: Config
-    _counted: list[Any] = dataclasses.field(default_factory=lambda: [None], init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -42,14 +39,6 @@ class Job:
     def list_residents(self) -> list[torch.Tensor]:
         """List parameters, gradients, buffers and optimizer state."""
         return list_resident_tensors(self.model, self.optimizers)
-
-    def list_uncounted(self) -> list[torch.Tensor]:
-        """List them at first, and when an optimizer's `state` has become another object, as after `load_state_dict`."""
-        states = [each.state for each in self.optimizers]
-        if len(states) == len(self._counted) and all(map(operator.is_, states, self._counted)):
-            return []
-        self._counted[:] = states
-        return self.list_residents()
 
     def list_kept(self) -> list[torch.Tensor]:
         """List parameters, buffers and optimizer state, as the job holds them."""

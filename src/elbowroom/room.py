@@ -98,7 +98,7 @@ class Room:
             self._modes = StepModes(
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops, agreed
             )
-            self._ledger.adopt(job.list_uncounted())
+            self._ledger.adopt(job.list_residents())
             if step is not None and config.mode != "dynamic":
                 plan_ahead(job, self._pager, self._modes, budget_bytes, step)
             undoing.pop_all()

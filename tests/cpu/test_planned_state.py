@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.room import Room
 from elbowroom.runtime.state_tensors import StateTensors
 from elbowroom.tracing.residents import Resident, list_kept_tensors, list_residents
 from elbowroom.tracing.tracer import UNSEEN_BYTES
@@ -157,3 +162,43 @@ def test_a_step_that_is_planned_ahead_groups_its_optimizer(
         # Not even the first step drifts, in which the optimizer makes its state.
         assert Mode.DRIFTED not in {record.mode for record in records}, [record.note for record in records]
     assert_same(list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}, plain)
+
+
+SHARING: dict[str, Callable[[nn.Parameter], Any]] = {
+    "NumPy": lambda weight: weight.detach().numpy(),
+    "a slice of its storage": lambda weight: np.asarray(
+        torch.empty(0).set_(weight.untyped_storage()[:], 0, weight.shape).numpy()
+    ),
+    "another process": lambda weight: weight.share_memory_().detach().numpy(),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "is_before"), [("NumPy", True), ("another process", True), *((how, False) for how in SHARING)]
+)
+def test_plans_leave_state_that_others_use_where_it_is(how: str, is_before: bool, profile: HardwareProfile) -> None:
+    """They see what training does, and it what they write."""
+
+    def train(job: StateJob, room: Room | None) -> list[np.ndarray[Any, Any]]:
+        if is_before:
+            weights = [each for each in job.model.parameters() if each.ndim > 1]
+            views = [SHARING[how](each) for each in weights]
+        for index in range(8):
+            if index == 4 and not is_before:
+                weights = [each for each in job.model.parameters() if each.ndim > 1]
+                views = [SHARING[how](each) for each in weights]
+            with contextlib.nullcontext() if room is None else room.step():
+                job.step(index)
+            if index >= 4:
+                for each in views:
+                    each *= 0.5
+        return views
+
+    plain, job = make_job(adamw), make_job(adamw)
+    expected = train(plain, None)
+    with fit(job, profile, 4 * PARAMETER_BYTES, mode="auto", min_offload_bytes=1 << 12) as room:
+        found = train(job, room)
+        assert any(record.reloaded_bytes for record in room.journal().steps)
+        assert Mode.PLANNED in {record.mode for record in room.journal().steps}
+    assert_same(list_tensors(job), list_tensors(plain))
+    assert all(map(np.array_equal, found, expected))

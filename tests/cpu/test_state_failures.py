@@ -108,12 +108,12 @@ def test_memory_that_is_refused(request_number: int, profile: HardwareProfile, m
         transfers, count = room._transfers, 0
         reload = transfers.reload
 
-        def reload_or_fail(copy: Any) -> Any:
+        def reload_or_fail(*arguments: Any) -> Any:
             nonlocal count
             count += 1
             if count == request_number:
                 raise TransferFailed("there is no memory")
-            return reload(copy)
+            return reload(*arguments)
 
         monkeypatch.setattr(transfers, "reload", reload_or_fail)
         with pytest.raises(TransferFailed, match="no memory"), room.step():

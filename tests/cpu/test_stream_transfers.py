@@ -141,11 +141,11 @@ class ForgetsUsers(StreamTransfers):
 class RecordsTooEarly(StreamTransfers):
     """Records the compute lane before it allocates the target."""
 
-    def reload(self, copy: Copy) -> torch.UntypedStorage:
+    def reload(self, copy: Copy, misalignment: int = 0) -> torch.UntypedStorage:
         early = self._streams.record_compute()
         record, self._streams.record_compute = self._streams.record_compute, lambda: early  # type: ignore[method-assign]
         try:
-            return super().reload(copy)
+            return super().reload(copy, misalignment)
         finally:
             self._streams.record_compute = record  # type: ignore[method-assign]
 

@@ -127,6 +127,8 @@ def note_exposures() -> None:
     for owner, name in _EXPOSING:
         if not hasattr(getattr(owner, name), "tells_guards"):
             setattr(owner, name, _wrap(getattr(owner, name)))
+    if not hasattr(torch.UntypedStorage.__getitem__, "tells_guards"):
+        torch.UntypedStorage.__getitem__ = _wrap_slicing(torch.UntypedStorage.__getitem__)  # type: ignore[method-assign]
 
 
 def expose(storage: torch.UntypedStorage) -> None:
@@ -231,3 +233,14 @@ def _wrap(expose: Callable[..., Any]) -> Callable[..., Any]:
 
     expose_and_tell.tells_guards = True  # type: ignore[attr-defined]
     return expose_and_tell
+
+
+def _wrap_slicing(get_item: Callable[..., Any]) -> Callable[..., Any]:
+    """A slice of a storage is another storage of the same memory."""
+    get_slice = _wrap(get_item)
+
+    @functools.wraps(get_slice)
+    def get(storage: torch.UntypedStorage, index: Any) -> Any:
+        return (get_slice if isinstance(index, slice) else get_item)(storage, index)
+
+    return get

@@ -6,34 +6,67 @@ Such storages cannot be resized, like those whose memory NumPy uses. But nobody 
 from __future__ import annotations
 
 import bisect
+import functools
+import itertools
 import sys
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from elbowroom.hooks.storage_ids import get_address
+from elbowroom.native import library
 
 _USERS = 2
 """Of a storage that belongs to one tensor: the tensor, and the Python object of the storage."""
 
 
 def find_loaded(storages: Iterable[torch.UntypedStorage]) -> list[tuple[torch.UntypedStorage, bool]]:
-    """Return the storages in CPU memory that may have been loaded, and whether a private mapping of a file has them.
+    """Return the storages in CPU memory that may have been loaded, and whether each lies in a mapped file.
 
-    Those that several tensors use are left out, and so are those that overlap: their tensors may rely on it.
+    Left out are those that several tensors use, and parts of a file of which others use parts as well, or all.
     """
     fixed = {each._cdata: each for each in storages if not each.resizable() and each.nbytes() > 0}
-    spans = sorted((get_address(each), each.nbytes(), each._cdata) for each in fixed.values())
-    mappings = _list_private_mappings() if spans else []
-    found, last = [], 0
-    for index, (begin, nbytes, key) in enumerate(spans):
-        end, storage = begin + nbytes, fixed[key]
-        overlaps = begin < last or (index + 1 < len(spans) and spans[index + 1][0] < end)
-        if not overlaps and torch._C._storage_Use_Count(key) <= _USERS:
-            nearest = bisect.bisect_right(mappings, (begin, sys.maxsize)) - 1
-            found.append((storage, nearest >= 0 and end <= mappings[nearest][1]))
-        last = max(last, end)
+    native, sliced = library.load(), _make_slice()
+    found, files = [], defaultdict[int, list[torch.UntypedStorage]](list)
+    for each in fixed.values():
+        if torch._C._storage_Use_Count(each._cdata) > _USERS:
+            continue
+        if file := native.find_mapping(each, sliced):
+            files[file].append(each)
+        else:
+            found.append((each, False))
+    ranges = _list_private_mappings() if files else []
+    for file, parts in files.items():
+        spans = sorted((get_address(each), each.nbytes()) for each in parts)
+        if _have_all(file, parts) and _lie_apart(spans) and all(_is_within(each, ranges) for each in spans):
+            found += [(each, True) for each in parts]
     return found
+
+
+def _have_all(file: int, parts: Sequence[torch.UntypedStorage]) -> bool:
+    """Tell whether nobody else uses a file: neither other slices of the storage that maps it, nor that storage."""
+    if parts[0]._cdata == file:
+        return len(parts) == 1
+    count_users = library.load().count_users
+    from_one, from_python = count_users(_make_slice())
+    return bool(count_users(parts[0]) == (from_one + len(parts) - 1, from_python))
+
+
+def _lie_apart(spans: Sequence[tuple[int, int]]) -> bool:
+    return all(begin + nbytes <= after for (begin, nbytes), (after, _) in itertools.pairwise(spans))
+
+
+@functools.cache
+def _make_slice() -> torch.UntypedStorage:
+    sliced: torch.UntypedStorage = torch.UntypedStorage(2, device="cpu")[:1]
+    return sliced
+
+
+def _is_within(span: tuple[int, int], ranges: list[tuple[int, int]]) -> bool:
+    begin, nbytes = span
+    nearest = bisect.bisect_right(ranges, (begin, sys.maxsize)) - 1
+    return nearest >= 0 and begin + nbytes <= ranges[nearest][1]
 
 
 def _list_private_mappings() -> list[tuple[int, int]]:

@@ -1,10 +1,12 @@
 // Python bindings of the ledger.
 #include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -113,6 +115,34 @@ void bind_ledger(py::module_& module) {
   module.def(
       "make_scope", [] { return &Ledger::get().make_scope(); }, py::return_value_policy::reference,
       "Register the ledger as the CPU allocator, if it is not yet, and make a scope.");
+  module.def(
+      "find_mapping",
+      [](const py::object& storage, const py::object& sliced) {
+        const c10::Storage part = unpack(storage), slice = unpack(sliced);
+        return reinterpret_cast<uintptr_t>(Ledger::find_mapping(*part.unsafeGetStorageImpl(), *slice.unsafeGetStorageImpl()));
+      },
+      py::arg("storage"), py::arg("sliced"),
+      "Return the address of the storage that maps the file in which a storage lies, 0 if none does. `sliced`: any slice of "
+      "any storage.");
+  module.def(
+      "count_users",
+      [](const py::object& sliced) {
+        const c10::Storage slice = unpack(sliced);
+        auto* whole = static_cast<c10::StorageImpl*>(slice.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_context());
+        const py::object object = wrap(c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(whole)));
+        return std::pair{c10::raw::intrusive_ptr::use_count(whole), Py_REFCNT(object.ptr())};
+      },
+      py::arg("sliced"), "Return the references of C++ and those of Python to what a storage is a slice of.");
+  module.def(
+      "allocate",
+      [](int64_t nbytes, size_t misalignment) {
+        Ledger& ledger = Ledger::get();
+        c10::DataPtr memory = ledger.allocate_at(static_cast<size_t>(nbytes), misalignment);
+        return wrap(c10::Storage(c10::Storage::use_byte_size_t(), nbytes, std::move(memory), &ledger, true));
+      },
+      py::arg("nbytes"), py::arg("misalignment"),
+      "Return a storage of the CPU whose address is this many bytes beyond an aligned one. Raises RuntimeError if the "
+      "system refuses the memory, and what making room raises.");
   module.def(
       "trim_pages", [](bool everywhere) { Ledger::get().trim(everywhere); }, py::arg("everywhere"),
       py::call_guard<py::gil_scoped_release>(),

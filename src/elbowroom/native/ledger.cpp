@@ -1,7 +1,7 @@
 #include "ledger.h"
 
+#include <ATen/MapAllocator.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/impl/COW.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -25,15 +25,6 @@ constexpr uint8_t PRIORITY = 255;
 constexpr size_t LEAST_IN_ARENA = 16 << 10;
 
 thread_local Scope* current = nullptr;
-
-// The deleter of memory that NumPy, DLPack or other code made: they may hold on to it.
-c10::DeleterFnPtr find_deleter_of_others() {
-  static const c10::DeleterFnPtr deleter = [] {
-    char byte = 0;
-    return c10::InefficientStdFunctionContext::makeDataPtr(&byte, [](void*) {}, c10::Device(c10::DeviceType::CPU)).get_deleter();
-  }();
-  return deleter;
-}
 
 // Memory in a mapped file. The file stays mapped until its last part is freed, and what was written to the pages of a part
 // would stay in memory as long.
@@ -85,14 +76,16 @@ void Ledger::unlock_after_fork() {
   scopes_mutex_.unlock();
 }
 
-c10::DataPtr Ledger::allocate(size_t nbytes) {
+c10::DataPtr Ledger::allocate(size_t nbytes) { return allocate_at(nbytes, 0); }
+
+c10::DataPtr Ledger::allocate_at(size_t nbytes, size_t misalignment) {
   if (nbytes == 0) return below_->allocate(0);
   const auto size = static_cast<int64_t>(nbytes);
   Scope* const scope = current;
   const int64_t epoch = epoch_.load();
   if (is_in_file(nbytes)) {
-    c10::DataPtr memory = allocate_in_file(nbytes);
-    void* address = memory.get();
+    c10::DataPtr memory = allocate_in_file(nbytes + misalignment);
+    void* address = static_cast<char*>(memory.get()) + misalignment;
     blocks_.put(address, {std::move(memory), 0, scope, epoch});
     return {address, address, &Ledger::release, c10::Device(c10::DeviceType::CPU)};
   }
@@ -100,8 +93,8 @@ c10::DataPtr Ledger::allocate(size_t nbytes) {
   size_t reserved = 0;
   try {
     for (; reserved < scopes.size(); ++reserved) scopes[reserved]->reserve(size);
-    c10::DataPtr memory = take(nbytes, scope);
-    void* address = memory.get();
+    c10::DataPtr memory = take(nbytes + misalignment, scope);
+    void* address = static_cast<char*>(memory.get()) + misalignment;
     const c10::Device device = memory.device();
     blocks_.put(address, {std::move(memory), size, scope, epoch});
     return {address, address, &Ledger::release, device};
@@ -257,6 +250,17 @@ void Ledger::take_over(c10::StorageImpl& storage, Scope& scope) {
   blocks_.put(address, {storage.set_data_ptr(std::move(counted)), nbytes, &scope, epoch_.load()});
 }
 
+const c10::StorageImpl* Ledger::find_mapping(c10::StorageImpl& storage, c10::StorageImpl& sliced) {
+  const auto maps = [](c10::StorageImpl& each) {
+    return at::MapAllocator::fromDataPtr(each._mutable_data_ptr_no_checks()) != nullptr;
+  };
+  if (maps(storage)) return &storage;
+  const c10::DataPtr& memory = storage._mutable_data_ptr_no_checks();
+  if (memory.get_deleter() != sliced._mutable_data_ptr_no_checks().get_deleter()) return nullptr;
+  auto* whole = static_cast<c10::StorageImpl*>(memory.get_context());
+  return maps(*whole) ? whole : nullptr;
+}
+
 bool Ledger::own_loaded(const c10::Storage& storage, Scope& scope, bool is_mapped) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   const c10::DataPtr& memory = impl->_mutable_data_ptr_no_checks();
@@ -264,8 +268,7 @@ bool Ledger::own_loaded(const c10::Storage& storage, Scope& scope, bool is_mappe
   // A NumPy view makes a storage not resizable, but leaves it its allocator.
   if (memory.get() == nullptr || impl->resizable() || impl->allocator() != nullptr) return false;
   if (deleter != &Ledger::release) {
-    const bool is_others = deleter == find_deleter_of_others() || c10::impl::cow::is_cow_data_ptr(memory);
-    if (!is_mapped || deleter == nullptr || is_others) return false;
+    if (!is_mapped) return false;
     if (blocks_.find(memory.get()).has_value() || !scope.forget_external(storage)) return false;
     void* address = memory.get();
     const c10::Device device = memory.device();

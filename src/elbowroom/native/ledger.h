@@ -28,6 +28,9 @@ class Ledger final : public c10::Allocator {
   Scope& make_scope();
   void close_scope(Scope& scope);
 
+  // Allocates as `allocate` does, at an address that is this many bytes beyond an aligned one.
+  c10::DataPtr allocate_at(size_t nbytes, size_t misalignment);
+
   // Unmaps the arena's pages that neither live blocks nor running steps can need, regardless of earlier peaks. With
   // `everywhere`, without any headroom, and returns the C library's free memory, too.
   void trim(bool everywhere);
@@ -41,6 +44,9 @@ class Ledger final : public c10::Allocator {
   // Lets an adopted storage give up memory that was loaded from a file for it alone. `is_mapped`: whether that lies in a
   // private mapping of a file. Returns false if others may use the memory.
   bool own_loaded(const c10::Storage& storage, Scope& scope, bool is_mapped);
+  // Returns the storage that maps the file in which a storage lies: itself, or that which it is a slice of, as `sliced` is
+  // one of another storage. Null if there is none.
+  static const c10::StorageImpl* find_mapping(c10::StorageImpl& storage, c10::StorageImpl& sliced);
   // Has room made for a storage that is about to be adopted.
   void make_room_for(const c10::Storage& storage, Scope& scope);
 

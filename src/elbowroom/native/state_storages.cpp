@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
+#include <c10/core/alignment.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/TensorOptions.h>
 #include <c10/core/impl/COW.h>
@@ -153,7 +154,8 @@ StateStorage::StateStorage(const c10::Storage& storage, std::weak_ptr<StateTable
     : key(storage.unsafeGetStorageImpl()),
       storage(storage.getWeakStorageImpl()),
       nbytes(static_cast<int64_t>(storage.nbytes())),
-      owner(std::move(owner)) {}
+      owner(std::move(owner)),
+      misalignment(reinterpret_cast<uintptr_t>(storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get()) % c10::gAlignment) {}
 
 bool StateStorage::begin_copy() {
   const std::lock_guard<std::mutex> guard(state_mutex());

@@ -51,6 +51,7 @@ class StateStorage final : public c10::intrusive_ptr_target {
   const c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   std::atomic<int64_t> nbytes;
   const std::weak_ptr<StateTable> owner;
+  const size_t misalignment;  // of the memory, which comes back as it was: kernels choose their order of adding by it
   std::atomic<bool> is_away{false};
   std::atomic<bool> is_written{true};  // since it was copied
   std::atomic<int64_t> last_use{-1};   // event of all steps

@@ -19,6 +19,7 @@ import torch
 from elbowroom.errors import NO_ROOM, DeviceFull, Infeasible, InternalError, TierError
 from elbowroom.hooks.compiled_regions import undisturbed
 from elbowroom.hooks.dispatch_keys import Hidden
+from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.native import library
 from elbowroom.runtime.copies import Copy
@@ -151,7 +152,7 @@ class PagedStorages:
         freed_bytes = 0
         for record in records:
             storage = record.storage
-            if storage is None:
+            if storage is None or is_shared(storage):
                 continue
             try:
                 if not self._needs_copy(record):
@@ -273,7 +274,7 @@ class PagedStorages:
         with Hidden(), self._counted():
             self._ledger.note_move(record.nbytes)  # first, so that no change comes between
             try:
-                contents = _reload_with_room(self._transfers, self._ledger, copy, record.nbytes)
+                contents = _reload_with_room(self._transfers, self._ledger, copy, record)
             except BaseException:
                 self._ledger.note_move(-record.nbytes)
                 raise
@@ -298,14 +299,14 @@ class PagedStorages:
             self._native.enter_scope(before)
 
 
-def _reload_with_room(transfers: Transfers, ledger: Ledger, copy: Copy, nbytes: int) -> torch.UntypedStorage:
+def _reload_with_room(transfers: Transfers, ledger: Ledger, copy: Copy, record: Any) -> torch.UntypedStorage:
     """Begin to read a copy back, again after each refusal of a device while anything may leave."""
     while True:
         try:
-            return transfers.reload(copy)
+            return transfers.reload(copy, record.misalignment)
         except DeviceFull:
             is_made = False
             with contextlib.suppress(Infeasible):  # the budget is not the reason
-                is_made = ledger.make_room(nbytes)
+                is_made = ledger.make_room(record.nbytes)
             if not is_made:
                 raise

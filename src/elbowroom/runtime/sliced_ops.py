@@ -124,6 +124,8 @@ class SlicedOps(TorchDispatchMode):
             return key in self._sizes
         if not isinstance(refusal, NO_ROOM) or name not in list_rules():
             return False
+        if self._is_exact and self._pager.storages.table.has_misaligned(tensors):  # cuts are probed on aligned memory
+            return False
         refusal.__context__ = refusal.__cause__ = None  # their frames hold tensors, as its own do
         self._refusals[key] = refusal.with_traceback(None)
         self._sizes.setdefault(key, SliceSizes(max(1, self._budget_bytes // SLICE)))

@@ -131,7 +131,7 @@ class StreamTransfers:
         self.offloaded_bytes += copy.nbytes
         return copy
 
-    def reload(self, copy: Copy) -> torch.UntypedStorage:
+    def reload(self, copy: Copy, misalignment: int = 0) -> torch.UntypedStorage:
         assert isinstance(copy, StreamCopy)
         check_process(self._pid, copy.nbytes)
         if copy.record is None:

@@ -13,6 +13,7 @@ import torch
 from elbowroom.errors import InternalError, TransferFailed
 from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.ir.timeline import Activity, Lane
+from elbowroom.native import library
 from elbowroom.runtime.copies import Copy, Extents
 from elbowroom.runtime.spill_queue import SpillCopy, SpillJob, SpillQueue
 from elbowroom.tiers.disk import SpillFile
@@ -65,8 +66,11 @@ class Transfers(Protocol):
         """
         ...
 
-    def reload(self, copy: Copy) -> torch.UntypedStorage:
+    def reload(self, copy: Copy, misalignment: int = 0) -> torch.UntypedStorage:
         """Allocate a storage on the device and begin to copy into it. The copy stays valid.
+
+        Args:
+            misalignment: bytes between an aligned address and that of the storage, on a CPU.
 
         Raises:
             TransferFailed: the device is out of memory, or a parent process made the copy.
@@ -174,13 +178,17 @@ class ThreadTransfers:
         self.offloaded_bytes += copy.nbytes
         return copy
 
-    def reload(self, copy: Copy) -> torch.UntypedStorage:
+    def reload(self, copy: Copy, misalignment: int = 0) -> torch.UntypedStorage:
         assert isinstance(copy, SpillCopy)
         check_process(copy.queue.pid, copy.nbytes)
         if copy.record is None:
             raise InternalError("a reload of a discarded copy was requested")
         try:
-            storage = torch.empty(copy.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+            storage: torch.UntypedStorage
+            if misalignment:
+                storage = library.load().allocate(copy.nbytes, misalignment)
+            else:
+                storage = torch.empty(copy.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         except RuntimeError as error:
             raise TransferFailed(f"there is no memory to reload {copy.nbytes} bytes: {error}") from error
         self._submit(copy, False, storage)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -127,3 +130,27 @@ def _iterate_tensors(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for each in value.values():
             yield from _iterate_tensors(each)
+
+
+class OptimizerStates:
+    """Notices when optimizers have other parameters or state, as after `load_state_dict`.
+
+    These may come from before `fit`.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._firsts: list[weakref.ref[torch.Tensor]] = []
+
+    def were_replaced(self) -> bool:
+        """Tell whether an optimizer's first tensors are others than at the last call."""
+        found = [each for one in self._optimizers for each in _list_firsts(one)]
+        known = [each() for each in self._firsts]
+        self._firsts = [weakref.ref(each) for each in found]
+        return len(found) != len(known) or any(map(operator.is_not, found, known))
+
+
+def _list_firsts(optimizer: Optimizer) -> list[torch.Tensor]:
+    states = (each for _, _, each in _iterate_state(optimizer))
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    return [*itertools.islice(parameters, 1), *itertools.islice(states, 1)]
