@@ -84,10 +84,7 @@ def fit(
     find_strategy(config.strategy)
     model, optimizers = gather_models(model), list_optimizers(optimizer)
     device = find_device(model)
-    if step is not None:
-        _check_step(step)
-    if profile is not None and not isinstance(profile, HardwareProfile):
-        raise UsageError(f"profile is a HardwareProfile, as `elbowroom.probe` returns it, not {_name_type(profile)}")
+    _check_options(step, profile)
     budget = _read_budget(memory_budget)
 
     def make(nbytes: int, lease: SharedLease | None = None) -> Room:
@@ -259,6 +256,13 @@ def list_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> tuple[Optimiz
         if not isinstance(item, Optimizer):
             raise UsageError(f"{expected}; this list has {_name_type(item)} in it")
     return found
+
+
+def _check_options(step: object, profile: object) -> None:
+    if step is not None:
+        _check_step(step)
+    if profile is not None and not isinstance(profile, HardwareProfile):
+        raise UsageError(f"profile is a HardwareProfile, as `elbowroom.probe` returns it, not {_name_type(profile)}")
 
 
 def _check_step(step: object) -> None:

@@ -14,7 +14,13 @@ from elbowroom.hooks.several_models import list_models
 from elbowroom.hooks.sharded import is_sharded, list_bucketed
 from elbowroom.hooks.storage_ids import get_any_storage, unwrap
 from elbowroom.ir.trace import Role
-from elbowroom.tracing.residents import Resident, list_kept_tensors, list_resident_tensors, list_residents
+from elbowroom.tracing.residents import (
+    OptimizerStates,
+    Resident,
+    list_kept_tensors,
+    list_resident_tensors,
+    list_residents,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,11 @@ class Job:
     def list_kept(self) -> list[torch.Tensor]:
         """List parameters, buffers and optimizer state, as the job holds them."""
         return list_kept_tensors(self.model, self.optimizers)
+
+    @functools.cached_property
+    def optimizer_states(self) -> OptimizerStates:
+        """Notices when they are replaced."""
+        return OptimizerStates(self.optimizers)
 
     def count_parameters(self) -> Counter[int]:
         """Return how many storages of parameters have how many bytes; of shards those of this rank."""

@@ -36,7 +36,6 @@ from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_runner import StepRunner
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.tracing.live import LiveCapture, explain_no_needs
-from elbowroom.tracing.residents import OptimizerStates
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,6 @@ class StepModes:
         self._sliced_ops = sliced_ops
         self.agreed = agreed
         self._schedule = CaptureSchedule()
-        self._optimizer_states = OptimizerStates(job.optimizers)
         self._plain_check = PlainStepCheck(cache, ledger, metering, always_watch=job.config.always_watch)
         self._beside = BytesBeside(cache)
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
@@ -220,7 +218,7 @@ class StepModes:
             self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _begin_paging(self, *, may_move: bool) -> None:
-        if self._optimizer_states.were_replaced():
+        if self._job.optimizer_states.were_replaced():
             self._ledger.adopt(self._job.list_residents())
         self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move and self._job.moves_state)
 
