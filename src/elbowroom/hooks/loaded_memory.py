@@ -5,10 +5,8 @@ Such storages cannot be resized, like those whose memory NumPy uses. But nobody 
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -36,10 +34,9 @@ def find_loaded(storages: Iterable[torch.UntypedStorage]) -> list[tuple[torch.Un
             files[file].append(each)
         else:
             found.append((each, False))
-    ranges = _list_private_mappings() if files else []
     for file, parts in files.items():
         spans = sorted((get_address(each), each.nbytes()) for each in parts)
-        if _have_all(file, parts) and _lie_apart(spans) and all(_is_within(each, ranges) for each in spans):
+        if _have_all(file, parts) and _lie_apart(spans):
             found += [(each, True) for each in parts]
     return found
 
@@ -61,24 +58,3 @@ def _lie_apart(spans: Sequence[tuple[int, int]]) -> bool:
 def _make_slice() -> torch.UntypedStorage:
     sliced: torch.UntypedStorage = torch.UntypedStorage(2, device="cpu")[:1]
     return sliced
-
-
-def _is_within(span: tuple[int, int], ranges: list[tuple[int, int]]) -> bool:
-    begin, nbytes = span
-    nearest = bisect.bisect_right(ranges, (begin, sys.maxsize)) - 1
-    return nearest >= 0 and begin + nbytes <= ranges[nearest][1]
-
-
-def _list_private_mappings() -> list[tuple[int, int]]:
-    """List address ranges where files are mapped and nobody else sees what is written; adjacent ones as one."""
-    found: list[tuple[int, int]] = []
-    with open("/proc/self/maps") as file:
-        for line in file:
-            span, permissions, _, _, inode, *_ = line.split()
-            if permissions[3] != "p" or inode == "0":
-                continue
-            lower, upper = (int(each, 16) for each in span.split("-"))
-            if found and found[-1][1] == lower:
-                lower = found.pop()[0]
-            found.append((lower, upper))
-    return found

@@ -122,8 +122,8 @@ void bind_ledger(py::module_& module) {
         return reinterpret_cast<uintptr_t>(Ledger::find_mapping(*part.unsafeGetStorageImpl(), *slice.unsafeGetStorageImpl()));
       },
       py::arg("storage"), py::arg("sliced"),
-      "Return the address of the storage that maps the file in which a storage lies, 0 if none does. `sliced`: any slice of "
-      "any storage.");
+      "Return the address of the storage that maps the file in which a storage lies; 0 if none does, or if the file receives "
+      "what is written. `sliced`: any slice of any storage.");
   module.def(
       "count_users",
       [](const py::object& sliced) {

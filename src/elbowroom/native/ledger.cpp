@@ -252,7 +252,8 @@ void Ledger::take_over(c10::StorageImpl& storage, Scope& scope) {
 
 const c10::StorageImpl* Ledger::find_mapping(c10::StorageImpl& storage, c10::StorageImpl& sliced) {
   const auto maps = [](c10::StorageImpl& each) {
-    return at::MapAllocator::fromDataPtr(each._mutable_data_ptr_no_checks()) != nullptr;
+    const at::MapAllocator* const found = at::MapAllocator::fromDataPtr(each._mutable_data_ptr_no_checks());
+    return found != nullptr && (found->flags() & (at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM)) == 0;
   };
   if (maps(storage)) return &storage;
   const c10::DataPtr& memory = storage._mutable_data_ptr_no_checks();

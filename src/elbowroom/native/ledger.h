@@ -45,7 +45,7 @@ class Ledger final : public c10::Allocator {
   // private mapping of a file. Returns false if others may use the memory.
   bool own_loaded(const c10::Storage& storage, Scope& scope, bool is_mapped);
   // Returns the storage that maps the file in which a storage lies: itself, or that which it is a slice of, as `sliced` is
-  // one of another storage. Null if there is none.
+  // one of another storage. Null if there is none, or if the file receives what is written.
   static const c10::StorageImpl* find_mapping(c10::StorageImpl& storage, c10::StorageImpl& sliced);
   // Has room made for a storage that is about to be adopted.
   void make_room_for(const c10::Storage& storage, Scope& scope);
