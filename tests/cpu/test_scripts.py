@@ -413,12 +413,16 @@ def train_with_teacher(teacher: nn.Module) -> Outcome:
     return finish(losses, net)
 
 
-def test_a_frozen_teacher_leaves(profile: HardwareProfile) -> None:
+@pytest.mark.parametrize(
+    "script", [lambda each: each, torch.jit.script, lambda each: torch.jit.freeze(torch.jit.script(each))]
+)
+def test_a_frozen_teacher_leaves(script: Callable[[nn.Module], nn.Module], profile: HardwareProfile) -> None:
     """Nobody has told us of it."""
     torch.manual_seed(1)
     teacher = nn.Sequential(*(nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(8)), nn.Linear(4 * WIDTH, WIDTH))
-    teacher = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), *teacher).requires_grad_(False)
+    teacher = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), *teacher).requires_grad_(False).eval()
     budget_bytes = sum(each.nbytes for each in teacher.parameters()) // 2
+    teacher = script(teacher)  # type: ignore[assignment]
     expected = train_with_teacher(teacher)
     with managing(profile, budget_bytes) as program:
         assert train_with_teacher(teacher) == expected

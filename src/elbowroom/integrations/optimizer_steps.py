@@ -22,7 +22,8 @@ def is_in_backward() -> bool:
 
 def starts_training(module: torch.nn.Module) -> bool:
     """Tell whether a call of this module now may begin a training step: no evaluation, no recomputation."""
-    return module.training and torch.is_grad_enabled() and not is_in_backward()
+    is_training = getattr(module, "training", False)  # modules that `torch.jit.freeze` returns do not have it
+    return is_training and torch.is_grad_enabled() and not is_in_backward()
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:

@@ -137,7 +137,10 @@ class JobFinder:
         if not self._is_searching or not torch.is_grad_enabled() or is_in_backward():
             return
         trained = _list_trained(optimizers)
-        if any(each.training and any(id(own) in trained for own in each.parameters(False)) for each in _list_modules()):
+        if any(
+            getattr(each, "training", False) and any(id(own) in trained for own in each.parameters(False))
+            for each in _list_modules()
+        ):
             self._report(None, optimizers, trained)
 
     def switch(self, is_compiled: bool) -> None:
