@@ -201,10 +201,12 @@ def gather_models(model: Models) -> torch.nn.Module:
     """Return one or several models as one.
 
     Raises:
-        UsageError: the list is empty, or one of its items is not a module.
+        UsageError: `model` is not a module, or the list is empty or has something else in it.
     """
+    if isinstance(model, torch.nn.Module):
+        return model
     if not isinstance(model, (list, tuple)):
-        return model  # type: ignore[return-value]
+        raise UsageError(f"expected a torch.nn.Module as the model, or a list of them, not {_name_type(model)}")
     for each in model:
         if not isinstance(each, torch.nn.Module):
             raise UsageError(f"expected torch.nn.Modules as the models; this list has {_name_type(each)} in it")
@@ -217,11 +219,9 @@ def find_device(model: torch.nn.Module) -> torch.device:
     """Return the one device of a model's parameters.
 
     Raises:
-        UsageError: `model` is not a module, has no parameters, is on several devices or on one that is neither CPU nor
-            CUDA, or is sharded.
+        UsageError: `model` has no parameters, is on several devices or on one that is neither CPU nor CUDA, or is
+            sharded.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"expected a torch.nn.Module as the model, not {_name_type(model)}")
     if sharded := find_sharded(model):
         raise UsageError(
             f"the model is spread over several devices ({sharded}); Elbowroom manages models on one device, and those "
