@@ -271,10 +271,9 @@ bool Ledger::own_loaded(const c10::Storage& storage, Scope& scope, bool is_mappe
   if (deleter != &Ledger::release) {
     if (!is_mapped) return false;
     if (blocks_.find(memory.get()).has_value() || !scope.forget_external(storage)) return false;
-    void* address = memory.get();
-    const c10::Device device = memory.device();
-    auto part = std::make_unique<MappedPart>(MappedPart{impl->set_data_ptr(c10::DataPtr()), impl->nbytes()});
-    impl->set_data_ptr_noswap(c10::DataPtr(address, part.release(), &MappedPart::discard, device));
+    auto* part = new MappedPart{c10::DataPtr(), impl->nbytes()};
+    c10::DataPtr discarded(memory.get(), part, &MappedPart::discard, memory.device());
+    part->memory = impl->set_data_ptr(std::move(discarded));
     take_over(*impl, scope);
   }
   impl->set_allocator(this);
