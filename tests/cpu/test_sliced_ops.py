@@ -17,7 +17,6 @@ from torch.nn import functional
 import elbowroom
 from elbowroom.errors import Infeasible, TierError, TierFull
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.native import library
 from elbowroom.runtime.sections import Sections, find_extents, find_packed_strides
 from elbowroom.runtime.slice_choice import SliceChooser
 from elbowroom.runtime.spill_queue import SpillJob
@@ -341,11 +340,13 @@ def test_an_op_that_the_system_refuses_memory_runs_in_slices(profile: HardwarePr
 
     plain = pool()
     with elbowroom.fit(model, adamw(model.parameters()), 384 << 20, profile=profile, mode="dynamic") as room:
-        with room.step(), limited_data(0):
-            filled = fill_memory(1 << 20)  # pages that malloc and the arena still have
-            library.load().trim_pages(everywhere=True)  # before the limit, which counts them
-            with limited_data(48 << 20):
-                ours = pool()
-            del filled
-        sliced_ops = room.metrics()["sliced_ops"]
-    assert torch.equal(ours, plain) and sliced_ops >= 1
+        for megabytes in (48, 40, 32, 24, 16):  # threads that end meanwhile give back their stacks
+            with room.step(), limited_data(0):
+                filled = fill_memory(1 << 20)  # pages that malloc and the arena still have
+                with limited_data(megabytes << 20):
+                    ours = pool()
+                del filled
+            assert torch.equal(ours, plain)
+            if sliced_ops := room.metrics().get("sliced_ops", 0):
+                break
+    assert sliced_ops >= 1
