@@ -141,8 +141,7 @@ def test_state_that_is_loaded_between_steps_is_counted(
     assert_same(list_tensors(plain), list_tensors(job))
 
 
-def test_activations_leave_beside_loaded_state_that_stays(checkpoint: pathlib.Path, profile: HardwareProfile) -> None:
-    """Where only activations leave, state that is loaded between steps counts as well."""
+def test_loaded_state_counts_where_only_activations_leave(checkpoint: pathlib.Path, profile: HardwareProfile) -> None:
     job, loaded = make_job(adamw), torch.load(checkpoint)
     with fit(job, profile, 1 << 30, manages="activations") as room:
         before = room._ledger.live_bytes
@@ -227,6 +226,11 @@ def test_memory_that_is_not_aligned_comes_back_as_it_was(tmp_path: pathlib.Path,
     assert addresses <= {8, 24, 40, 56}
     found = run_within(make, profile, elsewhere_bytes=path.stat().st_size)
     assert_same(run_plain(make), found)
+
+    for job, is_misaligned in ((make(), True), (make_job(adamw), False)):  # of the first, no op is cut
+        with fit(job, profile) as room, room.step():
+            job.step(0)
+            assert get_pager(room).storages.table.has_misaligned(list(job.model.parameters())) is is_misaligned
 
 
 def test_weights_that_are_assigned_between_steps_count(checkpoint: pathlib.Path, profile: HardwareProfile) -> None:
