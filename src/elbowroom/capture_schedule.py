@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
+from elbowroom.errors import Infeasible
 from elbowroom.ir.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 MOST_STEPS_BETWEEN_CAPTURES = 64
 """Limit on the steps without a plan between two captures."""
@@ -14,6 +19,14 @@ doubles each time that this is in vain."""
 MOST_STEPS_AWAITED = 256
 """Limit on the steps that are traced in expectation of one of a kind that has recurred."""
 
+UNKNOWN = "it is not known what these steps do"
+NO_PLAN = "no plan fits the budget, so ops run in slices if need be"
+
+
+def explain_no_plan(error: Infeasible) -> str:
+    """Return why steps run without a plan that can run in slices."""
+    return f"steps like this one run without a plan, in slices if need be. No plan fits: {error}"
+
 
 class CaptureSchedule:
     """Decides which steps are captured. All steps are counted from 0.
@@ -24,10 +37,12 @@ class CaptureSchedule:
     """
 
     def __init__(self) -> None:
-        self.reason = "it is not known what these steps do"
+        self.reason = UNKNOWN
         self.captures = 0
         self._futile = 0
         self._next = 0
+        self._lacked_needs = False  # the last futile capture
+        self._some_have_needs = False
         self._has_recurred = False
         self._awaited = 0  # steps left
         self._plan: Plan | None = None  # of the last step that has followed one
@@ -87,12 +102,37 @@ class CaptureSchedule:
         self._patience *= 2
         return True
 
-    def put_off(self, step: int) -> bool:
-        """Postpone the next capture after a futile one, with exponential backoff. Return True if it is the first.
+    def note_needs(self) -> None:
+        """Note that a step without a plan ran a backward pass, and so is worth a capture."""
+        self._some_have_needs = True
+        if self._lacked_needs:
+            self._lacked_needs = False
+            self._futile = self._next = 0
+            self.reason = UNKNOWN
+
+    def note_no_needs(self, step: int, why: str, *, knows_some: bool) -> None:
+        """Note that a captured step ran no backward pass.
+
+        While no kind of step has a plan, the next one is captured if some step ran one: this may be an evaluation.
 
         Args:
             step: the captured one.
+            why: explains that there is nothing to plan.
+            knows_some: as for `is_due`.
+        """
+        if not self._some_have_needs or knows_some:
+            self._lacked_needs = True
+            self.reason = why
+            self.put_off(step, why)
+
+    def put_off(self, step: int, why: str = "") -> None:
+        """Postpone the next capture after a futile one, with exponential backoff. Warn if it is the first of several.
+
+        Args:
+            step: the captured one.
+            why: it was futile; "" if that is usual.
         """
         self._next = step + min(2**self._futile, MOST_STEPS_BETWEEN_CAPTURES)
         self._futile += 1
-        return self._futile == 1
+        if self._futile == 1 and why:
+            logger.warning("step %d: %s", step, why)

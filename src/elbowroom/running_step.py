@@ -140,6 +140,11 @@ class RunningStep:
                 self._is_running = False
             self.seconds = time.perf_counter() - begin
 
+    @property
+    def may_hide_saves(self) -> bool:
+        """True if autograd may have saved tensors unseen, since the step was not watched from its beginning."""
+        return self.expected is not None and (not self.calls or any(each.has_gradients for each in self.calls))
+
     # -- plain steps that grow ------------------------------------------------------------------------------------
 
     def _limit_growth(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import traceback
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
@@ -12,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from elbowroom.advice import complete
 from elbowroom.agreed_plans import AgreedPlans, CapturedStep
 from elbowroom.bytes_beside import BytesBeside
-from elbowroom.capture_schedule import CaptureSchedule
+from elbowroom.capture_schedule import NO_PLAN, CaptureSchedule, explain_no_plan
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
 from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.hooks.cuda_ledger import CudaLedger
@@ -29,6 +28,7 @@ from elbowroom.plan_cache import PlanCache, list_sizes
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
+from elbowroom.runtime.between_steps import BetweenSteps
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
@@ -36,11 +36,6 @@ from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_runner import StepRunner
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.tracing.live import LiveCapture, explain_no_needs
-
-logger = logging.getLogger(__name__)
-
-NO_PLAN = "no plan fits the budget, so ops run in slices if need be"
-"""Note of steps without a plan."""
 
 
 class StepModes:
@@ -75,6 +70,7 @@ class StepModes:
         self._transfers, self._ledger = transfers, ledger
         self._pager = pager
         self._sliced_ops = sliced_ops
+        self._between_steps = BetweenSteps(ledger, pager)
         self.agreed = agreed
         self._schedule = CaptureSchedule()
         self._plain_check = PlainStepCheck(cache, ledger, metering, always_watch=job.config.always_watch)
@@ -116,6 +112,8 @@ class StepModes:
                 if self._running is not None and (begun_as := self._running.expected) is not None:
                     self._cache.remove(begun_as)  # the next step is observed from its beginning
                 raise
+            finally:
+                self._between_steps.begin(self._cache.lease.device_bytes)
 
     def _choose(self, entry: PlanCacheEntry | None) -> Iterator[None]:
         agreed = self.agreed
@@ -168,11 +166,13 @@ class StepModes:
         runner = self._make_runner(Phase.MANAGED if varies else Phase.FOLLOWING_PLAN, entries, capture)
         step = yield from self._run(runner, meter, capture)
         record, followed = self._settle(entries, step, meter)
+        if record.mode is Mode.DYNAMIC:
+            return
         if capture is not None:
             entry.measured_steps += 1
             learn = self._learn if entry.source is Source.ESTIMATED else self._learn_again
             learn(entry, capture, record, is_followed=followed is entry)
-        elif followed is entry:
+        elif followed is entry and record.needs:
             self._cache.calibrate_time(entry, record)
             if not varies and not runner.state.left_for_room:
                 self._beside.note_followed(entry, record.peak_bytes or 0)
@@ -202,6 +202,8 @@ class StepModes:
         runner = self._make_runner(Phase.UNPRESSURED)
         step = yield from self._run(runner, meter, None)
         self._metering.record(Mode.DYNAMIC, step.seconds, runner.state, meter, note)
+        if runner.state.saved_tensors.needs:
+            self._schedule.note_needs()
 
     def _run_capture(self) -> Iterator[None]:
         self._begin_paging(may_move=True)
@@ -212,9 +214,9 @@ class StepModes:
         note = "" if runner.state.saved_tensors.needs else explain_no_needs()
         record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, note)
         if note:
-            self._schedule.reason = note
-            self._put_off_capture(note)
+            self._schedule.note_no_needs(self._metering.steps - 1, note, knows_some=bool(self._cache.entries))
         else:
+            self._schedule.note_needs()
             self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _begin_paging(self, *, may_move: bool) -> None:
@@ -255,6 +257,9 @@ class StepModes:
     ) -> tuple[StepRecord, PlanCacheEntry | None]:
         """Record a step that was expected to be of a known kind. Return its record, and the entry that it matched."""
         state = None if step.runner is None else step.runner.state
+        if state is not None and not state.saved_tensors.saves and not step.may_hide_saves:
+            # An evaluation. It is of no kind that a plan would serve, nor a sign that steps change.
+            return self._metering.record(Mode.DYNAMIC, step.seconds, state, meter, explain_no_needs()), None
         followed = None if state is None or state.followed is None else entries[state.followed]
         mode = Mode.DRIFTED if followed is None else Mode.PLANNED
         why = "; ".join(filter(None, (step.unwatched, "" if state is None else state.drift)))
@@ -323,7 +328,7 @@ class StepModes:
                 or self._cache.fits_without_plan(trace, trace_digest, measurements)
             ):
                 self._schedule.reason = NO_PLAN
-                return f"steps like this one run without a plan, in slices if need be. No plan fits: {error}"
+                return explain_no_plan(error)
             raise
         return ""
 
@@ -331,12 +336,6 @@ class StepModes:
     def _is_paging(self) -> bool:
         """True if model state or results of ops have left memory in this room: then a step may run without a plan."""
         return self._pager.is_active or bool(self._sliced_ops.counts)
-
-    def _put_off_capture(self, why: str = "") -> None:
-        """Postpone the next capture after a futile one, and say why if it is the first of several."""
-        step = self._metering.steps - 1
-        if self._schedule.put_off(step) and why:
-            logger.warning("step %d: %s", step, why)
 
     def _adopt(self, capture: LiveCapture, record: StepRecord, calls: Counter[Inputs], *, is_whole: bool) -> None:
         """Plan a captured step, unless later steps will differ from it.
@@ -358,10 +357,10 @@ class StepModes:
         cache, self._schedule.captures = self._cache, 0
         # If other kinds of step are known, this one is planned only once it recurs.
         if cache.entries and (cache.contains(trace) or not cache.record_miss(list_sizes(trace), record)):
-            self._put_off_capture()
+            self._schedule.put_off(self._metering.steps - 1)
             return
         if why := self.plan(trace, capture.measure(trace, record.seconds, record.stall_seconds)):
-            self._put_off_capture(why)
+            self._schedule.put_off(self._metering.steps - 1, why)
             return
         self._schedule.note_success()
         cache.entries[0].calls = calls
@@ -377,9 +376,7 @@ class StepModes:
             except Infeasible as error:  # it ran within the budget, and so may the next one
                 self._cache.remove(entry)
                 self._schedule.reason = NO_PLAN
-                self._put_off_capture(
-                    f"steps like this one run without a plan, in slices if need be. No plan fits: {error}"
-                )
+                self._schedule.put_off(self._metering.steps - 1, explain_no_plan(error))
         elif not is_followed or entry.measured_steps == self._job.config.settling_steps:
             self._cache.remove(entry)  # the real step differs from the fake one: capture it live
 

@@ -186,7 +186,7 @@ def test_a_nested_batch_can_be_looked_at() -> None:
     model = nn.Linear(8, 8)
     with observe_inputs(model, seen.append, lambda tensors: False):
         model(torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(4, 8)]))
-    assert seen == [((torch.Size((56,)), torch.float32),)]
+    assert seen == [Inputs(((torch.Size((56,)), torch.float32),), True)]
 
 
 def test_a_step_without_a_backward_pass_is_not_planned_ahead(profile: HardwareProfile) -> None:
@@ -368,3 +368,24 @@ def test_a_step_that_is_refused_from_where_it_grows_is_watched_from_its_beginnin
                 refusals += 1
         assert refusals == 1 and max(record.peak_bytes or 0 for record in room.journal().steps) <= budget
         assert room.journal().steps[-1].offloaded_bytes + room.journal().steps[-1].recomputed > 0
+
+
+@pytest.mark.parametrize("kinds", ["eet", "tee", "etee"])
+@pytest.mark.parametrize("budget_bytes", [100 << 10, 1 << 40], ids=["tight", "ample"])
+def test_evaluations_in_steps_leave_training_its_plan(kinds: str, budget_bytes: int, profile: HardwareProfile) -> None:
+    def run(room: Room | None) -> list[torch.Tensor]:
+        for kind in kinds * 5:
+            with contextlib.nullcontext() if room is None else room.step(), torch.set_grad_enabled(kind == "t"):
+                step(model, optimizer, 64) if kind == "t" else model(torch.randn(64, WIDTH))
+        return [each.detach().clone() for each in model.parameters()]
+
+    model, optimizer = make()
+    expected = run(None)
+    model, optimizer = make()
+    training, evaluation = (Mode.PLANNED, Mode.DYNAMIC) if budget_bytes < 1 << 40 else (Mode.PLAIN, Mode.PLAIN)
+    with fit(model, optimizer, budget_bytes, profile=profile) as room:
+        assert all(map(torch.equal, run(room), expected))
+        modes = [record.mode for record in room.journal().steps[-3 * len(kinds) :]]
+        assert modes == [training if kind == "t" else evaluation for kind in kinds * 3]
+        (entry,) = room._cache.entries
+        assert {inputs.has_gradients for inputs in entry.calls} == {True}

@@ -127,6 +127,7 @@ class CpuLedger:
         self._native.trim_pages(everywhere=True)
 
     def close(self) -> None:
+        self._make_room = None
         self.scope.close()
         self.trim()
 

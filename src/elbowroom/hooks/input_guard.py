@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -17,8 +17,18 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.hooks.compiled_regions import Pause, stay_watched, undisturbed
 from elbowroom.hooks.op_dispatch import dispatching_ops_to
 
-Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
-"""Shapes and dtypes of all tensors in the arguments of one call."""
+
+class Inputs(NamedTuple):
+    """Signature of one call of a model.
+
+    Attributes:
+        tensors: shapes and dtypes of all tensors in its arguments.
+        has_gradients: whether autograd recorded the call. An evaluation takes less memory and time.
+    """
+
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+    has_gradients: bool
+
 
 Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
@@ -59,7 +69,7 @@ def observe_inputs(
     """Report the inputs of the model, or of the children that the program calls one by one.
 
     Args:
-        see: receives the shapes and dtypes of each call.
+        see: receives the inputs of each call.
         adopt: receives the input tensors first, since they may be older than the step. Returns whether the ledger did
             not count one of them yet.
         most_calls: the hooks are removed after so many consecutive calls without such a tensor, since each costs some
@@ -80,7 +90,7 @@ def observe_inputs(
         calls = 0 if adopt(tensors) else calls + 1
         if calls == most_calls:
             handles.close()
-        see(tuple((_read_shape(tensor), tensor.dtype) for tensor in tensors))
+        see(Inputs(tuple((_read_shape(tensor), tensor.dtype) for tensor in tensors), torch.is_grad_enabled()))
 
     with contextlib.ExitStack() as handles:
 

@@ -209,6 +209,7 @@ class StatePager:
             return  # nothing can be read back any more, and no code is left to use it
         self.storages.sweep()
         self._budget_bytes = None
+        self._ledger.limit_between_steps(None)
         self.storages.restore_all()
         self._deactivate()
 
