@@ -126,22 +126,37 @@ def test_a_forked_process_cannot_use_the_device_and_leaves_its_memory_alone() ->
     assert streams.pinned == {}
 
 
-def test_a_thread_that_cannot_be_started_is_a_failed_transfer(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_transfers_without_a_thread(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+        raise error("can't start new thread")
 
     transfers, source = ThreadTransfers(SpillFile(tmp_path)), make_storage(3)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(TransferFailed, match="ulimit"):
+        copy = transfers.offload(source)
+        transfers.finish(copy)
+        back = transfers.reload(copy)
+        transfers.finish(copy)
+        assert holds(back, 3)
+        patch.setattr(SpillFile, "write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
             transfers.offload(source)
-    copy = transfers.offload(source)  # where there may be threads again
-    assert copy.offset == 0
     transfers.finish(copy)
-    transfers.discard(copy)
+    other = transfers.offload(source)  # where there may be threads again
+    transfers.finish(other)
+    assert transfers._queue._thread is not None
+    for each in (copy, other):
+        transfers.discard(each)
+    gc.collect()  # the interrupted copy may be part of a cycle
     transfers.close()
+    assert list_spill_files(tmp_path) == []
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -1,7 +1,8 @@
 """A spill file with the thread that reads and writes it, first in first out, for one process.
 
 An exception (Ctrl-C in the main thread, out of memory) may be raised at any line here. So a transfer is enqueued before
-anyone waits for it, a waiter makes sure that the thread runs, and the thread frees copies without references.
+anyone waits for it, a waiter makes sure that the thread runs, and the thread frees copies without references. Where no
+thread can be started (a limit on threads, or no memory for its stack), callers carry out their transfers themselves.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class SpillJob:
 
 
 class SpillQueue:
-    """Reads and writes a spill file on one thread, for the process that made it.
+    """Reads and writes a spill file, one transfer at a time, for the process that made it.
 
     Args:
         spill: the file; the queue closes it.
@@ -139,7 +140,8 @@ class SpillQueue:
         self._lock = threading.RLock()  # guards this object's state and the blocks of the spill file
         self._closing = self._stopped = False
         self._thread: threading.Thread | None = None
-        self._working = threading.Lock()  # held by the thread while it works
+        self._working = threading.Lock()  # held by the thread that carries out transfers...
+        self._worker: int | None = None  # ...and its id
 
     @property
     def copies(self) -> int:
@@ -170,32 +172,28 @@ class SpillQueue:
         return copy
 
     def submit(self, copy: SpillCopy, is_out: bool, storage: torch.UntypedStorage, extents: Extents) -> SpillJob:
-        """Begin a transfer of parts of a copy.
-
-        Raises:
-            TransferFailed: the thread cannot be started; nothing was begun.
-        """
+        """Begin a transfer of parts of a copy."""
         job = SpillJob(copy, is_out, storage, extents)
-        self._start()
         self._jobs.put(job)
         copy.last = job
+        self._start(job)
         return job
 
     def wait(self, job: SpillJob | None) -> None:
         """Return when a transfer has ended.
 
         Raises:
-            TransferFailed: the thread has died and cannot be restarted, or the interpreter is shutting down.
+            TransferFailed: the interpreter is shutting down.
         """
         if job is None or self.is_own_thread():
-            return  # a destructor runs in the queue's thread; the job keeps the storage alive until it has ended
+            return  # a destructor runs in the middle of a transfer; the job keeps the storage alive until it has ended
         while not job.is_done:
             if job.ended.acquire(timeout=CHECK_SECONDS):
                 job.ended.release()  # other waiters need it, too
             elif sys.is_finalizing():
                 raise TransferFailed("the interpreter is shutting down, and its threads have stopped")
             else:
-                self._start()
+                self._start(job)
 
     def discard(self, copy: SpillCopy) -> None:
         """Free the copy's block as soon as its last transfer has ended."""
@@ -225,8 +223,8 @@ class SpillQueue:
                 self.spill.close()  # if the thread never ran, or has died
 
     def is_own_thread(self) -> bool:
-        """Tell whether the caller is the queue's own thread."""
-        return threading.current_thread() is self._thread
+        """Tell whether the caller is the thread that carries out transfers."""
+        return threading.get_ident() == self._worker
 
     # With the lock ----------------------------------------------------------------------------------------------
 
@@ -256,28 +254,33 @@ class SpillQueue:
 
     # The thread -------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """Start the thread unless it runs."""
+    def _start(self, job: SpillJob) -> None:
+        """Have a thread carry out a transfer that was enqueued. Do so here if none runs and none can be started."""
         if self._working.locked():
             return
         thread = threading.Thread(target=self._work, name="elbowroom-transfers", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:
-            raise TransferFailed(
-                f"the thread that reads and writes the spill file in {self.spill.folder} cannot be started: {error}; "
-                "raise the limit on threads (`ulimit -u`, or the pids limit of the container)"
-            ) from error
+        except (RuntimeError, MemoryError):
+            self._work(job)
+            if (error := job.error) is not None and not isinstance(error, Exception):
+                raise type(error)(*error.args) from None  # Ctrl-C; not the error itself, which would refer to itself
 
-    def _work(self) -> None:
+    def _work(self, last: SpillJob | None = None) -> None:
+        """Carry out transfers, in a thread of its own or up to `last`."""
         if not self._working.acquire(blocking=False):
             return  # another thread was started meanwhile
-        self._thread = threading.current_thread()
         try:
-            while not self._take():
-                pass
-            self.spill.close()
+            self._worker = threading.get_ident()
+            if last is None:
+                self._thread = threading.current_thread()
+            is_over = False
+            while not is_over and (last is None or not last.is_done):
+                is_over = self._take()
+            if is_over:
+                self.spill.close()
         finally:
+            self._worker = None
             self._working.release()
 
     def _take(self) -> bool:
