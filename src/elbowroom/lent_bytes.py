@@ -17,6 +17,7 @@ import time
 import weakref
 
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.runtime.state_pager import StatePager
 from elbowroom.sharing.messages import LeaseGrant, Triples
 from elbowroom.sharing.transport.client import BrokerClient
 
@@ -52,17 +53,18 @@ class LentBytes:
         self.front: tuple[int, Triples] = (0, ())
         self._client = client
         self._ledger: Ledger | None = None
+        self._pager: StatePager | None = None
         self._lock = threading.RLock()
         self._lends_from = math.inf  # infinite in a step
         self._idle_seconds = 0.0
         self._used_bytes = 0  # the most since the last step
         self._has_asked = self._is_lent = self._has_taken_up = False
 
-    def attach(self, ledger: Ledger) -> None:
+    def attach(self, ledger: Ledger, pager: StatePager) -> None:
         """Lend from now on, if the ledger can limit allocations between steps."""
         if ledger.scope is None:
             return
-        self._ledger = ledger
+        self._ledger, self._pager = ledger, pager
         beat = weakref.WeakMethod(self._beat)
         self._client.on_beat = lambda: None if (call := beat()) is None else call()
 
@@ -139,16 +141,20 @@ class LentBytes:
             return
         ledger.limit_between_steps(grant.nbytes, self._make_room)
         if ledger.live_bytes > grant.nbytes or not self._client.take(grant):
-            ledger.limit_between_steps(before.nbytes if self._has_taken_up else None, self._make_room)
+            ledger.limit_between_steps(before.nbytes, self._make_room)
             return
         ledger.trim()
         self.applied, self._has_taken_up = grant, True
         self._client.confirm(grant, grant.nbytes)
 
     def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:
-        """Have the lease of steps back for a request between steps. Return False if it has to pass without."""
-        ledger = self._ledger
-        assert ledger is not None
+        """Have the lease of steps back for a request between steps, or else have state leave for it.
+
+        Returns:
+            False if the request has to pass without.
+        """
+        ledger, pager = self._ledger, self._pager
+        assert ledger is not None and pager is not None
         with self._lock:
             if math.isinf(self._lends_from):
                 return True  # a step has begun meanwhile, with a limit of its own
@@ -165,6 +171,8 @@ class LentBytes:
                     return True
             if self.applied is not None and needed_bytes <= self.applied.nbytes:
                 return True  # another thread has brought it back
+            if pager.is_active and pager.make_room(missing_bytes):
+                return True
             ledger.limit_between_steps(None)
             self._client.note_use(needed_bytes)
             return False

@@ -77,7 +77,6 @@ class Room:
         self._job = job = Job(model, tuple(optimizers), device, config)
         self._ledger = make_ledger(device)
         self._detached = True  # until construction succeeds
-        self._shared = shared and shared.attach(config, self._ledger)
         self._step: _OpenStep | None = None  # between begin_step and end_step
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._ledger.close)
@@ -93,6 +92,7 @@ class Room:
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = make_pager(job, self._transfers, self._ledger)
+            self._shared = shared and shared.attach(config, self._ledger, self._pager)
             self._sliced_ops = SlicedOps(self._pager, self._ledger.make_room, config.exact, config.spill_folder)
             agreed = None if ranks is None else AgreedPlans(ranks, self._cache, config)
             self._modes = StepModes(

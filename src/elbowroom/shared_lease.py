@@ -18,6 +18,7 @@ from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.comparison.strategies_compared import attempt
 from elbowroom.planner.options import find_managed
 from elbowroom.planner.problem import pose
+from elbowroom.runtime.state_pager import StatePager
 from elbowroom.sharing.demand import FrontPoint, make_front
 from elbowroom.sharing.messages import LeaseGrant
 from elbowroom.sharing.transport.address import find_address
@@ -100,10 +101,10 @@ class SharedLease:
         )  # fmt: skip
         self._lent = LentBytes(self._client)
 
-    def attach(self, config: Config, ledger: Ledger) -> SharedLease:
-        """Use the options of a room and what it counts. Return this lease."""
+    def attach(self, config: Config, ledger: Ledger, pager: StatePager) -> SharedLease:
+        """Use the options of a room, what it counts, and its state. Return this lease."""
         self._config = config
-        self._lent.attach(ledger)
+        self._lent.attach(ledger, pager)
         return self
 
     def start(self, floor_bytes: int = 0) -> int:

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.lent_bytes import LentBytes
 from elbowroom.room import Room
+from elbowroom.sharing.messages import LeaseGrant
 from tests.state_jobs import BUDGET, PARAMETER_BYTES, WIDTH, OutsideMeter, StateJob, adamw, fit, make_batch, make_job
 
 ROWS = BUDGET // (4 * WIDTH * 4)
@@ -113,3 +115,29 @@ def test_all_state_comes_back_at_the_end(room: tuple[StateJob, Room], end: Calla
     held = [*job.model.parameters(), *(each for state in job.optimizers[0].state.values() for each in state.values())]
     assert sum(each.untyped_storage().nbytes() for each in held) > 2 * PARAMETER_BYTES
     assert all(each.isfinite().all() for each in held)
+
+
+class Client:
+    """A connection to a broker that grants nothing more."""
+
+    def __init__(self) -> None:
+        self.used_bytes: list[int] = []
+
+    def note_use(self, nbytes: int) -> None:
+        self.used_bytes.append(nbytes)
+
+
+def test_state_leaves_for_a_job_that_lends(room: tuple[StateJob, Room]) -> None:
+    job, inside = room
+    with inside:
+        client = Client()
+        lent = LentBytes(client)  # type: ignore[arg-type]
+        lent.attach(inside._ledger, inside._pager)
+        lent.applied = LeaseGrant(sequence=1, epoch=1, nbytes=BUDGET)
+        lent.begin_idle(0.0)
+        inside._ledger.limit_between_steps(BUDGET, lent._make_room)
+        inside._ledger.take_recent_peak()
+        evaluate(job.model)
+        assert inside._ledger.take_recent_peak() <= BUDGET and not client.used_bytes
+        evaluate(job.model, 2 * ROWS)
+        assert inside._ledger.take_recent_peak() > BUDGET and client.used_bytes
