@@ -11,8 +11,8 @@ from collections.abc import Generator, Iterator, Sequence
 from elbowroom.advice import complete
 from elbowroom.agreed_plans import AgreedPlans, CapturedStep
 from elbowroom.bytes_beside import BytesBeside
-from elbowroom.capture_schedule import NO_PLAN, CaptureSchedule, explain_no_plan
-from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
+from elbowroom.capture_schedule import NO_PLAN, CaptureSchedule, explain_fault, explain_no_plan
+from elbowroom.errors import Infeasible, MemoryRefused, Thrashing, TraceError
 from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.hooks.cuda_ledger import CudaLedger
 from elbowroom.hooks.input_guard import Inputs
@@ -330,6 +330,8 @@ class StepModes:
                 self._schedule.reason = NO_PLAN
                 return explain_no_plan(error)
             raise
+        except TraceError as error:
+            return explain_fault(error)
         return ""
 
     @property

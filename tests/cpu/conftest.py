@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from elbowroom.errors import TraceError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.planner.strategies import auto
 from tests.state_jobs import Away, sending_away
@@ -33,6 +34,22 @@ def steady_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Keeps plans where other work slows down a step; tests of planning again use the fixture `replans`."""
     if "replans" not in request.fixturenames:
         monkeypatch.setattr("elbowroom.cost.prediction_check.LEAST_SECONDS", math.inf)
+
+
+@pytest.fixture(autouse=True)
+def faults_of_the_planner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails tests in which the planner does, without which steps go on; but for those that use `tolerates_faults`."""
+
+    def fail(error: TraceError) -> str:
+        raise error
+
+    if "tolerates_faults" not in request.fixturenames:
+        monkeypatch.setattr("elbowroom.step_modes.explain_fault", fail)
+
+
+@pytest.fixture
+def tolerates_faults() -> None:
+    """Leaves it to the room what to do after a fault of the planner."""
 
 
 @pytest.fixture

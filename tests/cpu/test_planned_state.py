@@ -13,13 +13,27 @@ import pytest
 import torch
 from torch import nn
 
+from elbowroom.errors import TraceError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.room import Room
 from elbowroom.runtime.state_tensors import StateTensors
 from elbowroom.tracing.residents import Resident, list_kept_tensors, list_residents
 from elbowroom.tracing.tracer import UNSEEN_BYTES
-from tests.state_jobs import PARAMETER_BYTES, StateJob, adamw, assert_same, fit, list_tensors, make_job, run_plain
+from tests.state_jobs import (
+    PARAMETER_BYTES,
+    WIDTH,
+    StateJob,
+    adamw,
+    assert_same,
+    fit,
+    list_tensors,
+    make_batch,
+    make_job,
+    make_model,
+    run_plain,
+    run_within,
+)
 
 STEPS = 7
 
@@ -202,3 +216,53 @@ def test_plans_leave_state_that_others_use_where_it_is(how: str, is_before: bool
         assert Mode.PLANNED in {record.mode for record in room.journal().steps}
     assert_same(list_tensors(job), list_tensors(plain))
     assert all(map(np.array_equal, found, expected))
+
+
+@pytest.mark.parametrize("kib", [192, 224, 256])
+def test_a_gradient_that_only_some_steps_replace(kib: int, profile: HardwareProfile) -> None:
+    """A critic that every other step updates: its gradient lives from one step to the next, and is made at the end."""
+
+    def make() -> StateJob:
+        job = make_job(adamw, make_model(6))
+        first = job.optimizers[0]
+        critic = nn.Linear(WIDTH, WIDTH)
+        second = torch.optim.SGD(critic.parameters(), lr=0.1)
+
+        def step(index: int) -> torch.Tensor:
+            x = make_batch(index, WIDTH)
+            loss = (job.model(x) - x).square().mean()
+            first.zero_grad()
+            loss.backward()
+            first.step()
+            if index % 2 == 0:
+                loss = (critic(job.model(x).detach()) - x).square().mean()
+                second.zero_grad()
+                loss.backward()
+                second.step()
+            return loss.detach()
+
+        return StateJob(nn.ModuleList([job.model, critic]), [first, second], step)
+
+    plain = run_plain(make, 10)
+    job = make()
+    with fit(job, profile, kib << 10, mode="auto") as room:
+        losses = []
+        for index in range(10):
+            with room.step():
+                losses.append(job.step(index))
+        records = room.journal().steps
+        assert any(record.mode is Mode.PLANNED for record in records)
+        assert all((record.peak_bytes or 0) <= kib << 10 for record in records)
+    assert_same(list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}, plain)
+
+
+@pytest.mark.usefixtures("tolerates_faults")
+def test_training_goes_on_after_a_fault_of_the_planner(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise TraceError("no such gap")
+
+    monkeypatch.setattr("elbowroom.plan_cache.make_plan", fail)
+    assert_same(run_within(functools.partial(make_job, adamw), profile, mode="auto"), run_plain(JOBS["adamw"]))
+    assert "please report this: no such gap" in caplog.text

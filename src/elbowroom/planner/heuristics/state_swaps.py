@@ -65,7 +65,7 @@ class StateSwaps:
         back = window.last
         if window.back_seconds:
             back = cycle.move_begun_by(self._link.find_reload(window))
-        if not release < peak < min(back, window.until):
+        if release > window.latest or not release < peak < min(back, window.until):
             return False
         if any(release < tick < back or release < tick + cycle.end < back for tick in read):
             return False

@@ -163,9 +163,7 @@ class StateScheduler:
         cycle = self._cycle
         released: dict[Key, int] = {}
         for window, ideal in self._list_releases(chosen, traffic):
-            latest = min(ideal, window.until - 1)
-            if self._trace.storages[window.key[0]].created >= 0:
-                latest = min(latest, cycle.end - 1)
+            latest = min(ideal, window.latest)
             over = np.flatnonzero(cycle.view(excess, window.first + 1, latest + 1) + window.nbytes > 0)
             if len(over):
                 latest = window.first + int(over[0])

@@ -34,6 +34,7 @@ class Window:
         key: storage and gap.
         opens: tick at which the gap opens.
         first: earliest tick of the release.
+        latest: latest tick of the release; what a step makes is released in that step.
         last: latest tick of the reload; where the gap closes, unless a replay reads the storage before.
         until: from here on its absence frees nothing: `last`, or the end of the step that releases the storage.
         nbytes: that its absence frees.
@@ -43,6 +44,7 @@ class Window:
     key: Key
     opens: int
     first: int
+    latest: int
     last: int
     until: int
     nbytes: int
@@ -134,11 +136,12 @@ def list_windows(
                 continue
             first, last = span
             until = min(last, trace.end) if is_gone else last
-            if (home.created >= 0 and first >= trace.end) or first + 1 >= until:
+            latest = until - 1 if home.created < 0 else min(until, trace.end) - 1
+            if first > latest or first + 1 >= until:
                 continue
             found.append(
                 Window(
-                    key=(storage, gap.index), opens=gap.opens, first=first, last=last, until=until,
+                    key=(storage, gap.index), opens=gap.opens, first=first, latest=latest, last=last, until=until,
                     nbytes=int(replay.rounded[storage]), out_seconds=out_seconds,
                     back_seconds=back_seconds if is_reloaded else 0.0,
                 )
