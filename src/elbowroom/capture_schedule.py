@@ -30,7 +30,9 @@ def explain_no_plan(error: Infeasible) -> str:
 
 def explain_fault(error: TraceError) -> str:
     """Return why steps run without a plan after a fault of the planner, which must not end the user's training."""
-    return f"steps like this one run without a plan, in slices if need be. The planner failed; please report this: {error}"
+    return (
+        f"steps like this one run without a plan, in slices if need be. The planner failed; please report this: {error}"
+    )
 
 
 class CaptureSchedule:

@@ -131,7 +131,7 @@ def test_transformers_reports_before_others(tmp_path: pathlib.Path, profile: Har
 
 
 def test_transformers_after_a_failure(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
-    """A training that fails inside a step can be repeated with the same callback."""
+    """A training that fails inside a step ends the step, and can be repeated with the same callback."""
     from elbowroom.integrations.transformers import ElbowroomCallback
 
     model = make_gpt()
@@ -140,8 +140,10 @@ def test_transformers_after_a_failure(tmp_path: pathlib.Path, profile: HardwareP
     with pytest.raises(ZeroDivisionError):
         train_gpt(tmp_path, callback, model=model, steps=1)
     handle.remove()
-    train_gpt(tmp_path, callback, model=model, steps=1)
     assert callback.room is not None
+    with callback.room.step():  # the other one has ended
+        pass
+    train_gpt(tmp_path, callback, model=model, steps=1)
     assert len(callback.room.journal().steps) == 1
 
 
@@ -408,6 +410,21 @@ def test_accelerate(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
     resumed.close()
 
 
+@pytest.mark.parametrize("saves_plainly", [True, False], ids=["saved plainly", "loaded plainly"])
+def test_accelerate_checkpoints_are_those_of_plain_runs(
+    saves_plainly: bool, tmp_path: pathlib.Path, profile: HardwareProfile
+) -> None:
+    from elbowroom.integrations.accelerate import ElbowroomPlugin
+
+    plugin = ElbowroomPlugin(3 << 19, profile=profile, **QUICK)
+    train_accelerate(None if saves_plainly else plugin, save=tmp_path)
+    plugin.close()
+    expected = train_accelerate(None, load=tmp_path)
+    found = train_accelerate(plugin if saves_plainly else None, load=tmp_path)
+    plugin.close()
+    assert found == expected
+
+
 def test_accelerate_saves_once_and_loads_at_any_time(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
     """A plugin that prepares again is saved once; a state that is loaded inside a step is taken over after it."""
     from accelerate import Accelerator
@@ -426,7 +443,7 @@ def test_accelerate_saves_once_and_loads_at_any_time(tmp_path: pathlib.Path, pro
             accelerator.load_state(str(tmp_path))  # inside the step, whose update is still to come
         optimizer.step()
         optimizer.zero_grad()
-    assert len(list(tmp_path.glob("custom_checkpoint_*"))) == 1
+    assert len(list(tmp_path.glob("elbowroom*"))) == 1
     assert plugin.room is not None and plugin.room.journal().steps[-1].mode is Mode.PLANNED
     plugin.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 
 from elbowroom.api import fit
 from elbowroom.errors import UsageError
+from elbowroom.integrations.learned_file import load_learned, read_learned, save_learned
 from elbowroom.integrations.logged_metrics import list_metrics
 from elbowroom.integrations.optimizer_steps import OptimizerSteps, unwrap_optimizer
 from elbowroom.ir.hardware import HardwareProfile
@@ -24,8 +27,8 @@ class ElbowroomPlugin:
         model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
 
     The rest of the loop stays as it is. A step begins when the model is called for training and ends when the optimizer
-    has updated the parameters, so it covers all batches of `accelerator.accumulate`. What the room learns is part of
-    `accelerator.save_state` and `load_state`.
+    has updated the parameters, so it covers all batches of `accelerator.accumulate`. What the room learns is in a file
+    of its own beside the others of `accelerator.save_state`, which `load_state` takes over if it is there.
 
     Args:
         memory_budget: as for `elbowroom.fit`.
@@ -45,6 +48,7 @@ class ElbowroomPlugin:
         self._steps: OptimizerSteps | None = None
         self._registered_with: weakref.WeakSet[Accelerator] = weakref.WeakSet()
         self._learned: dict[str, Any] = {}  # to be taken over after this step
+        self._rank = 0
         self.room: Room | None = None
 
     def prepare(self, accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
@@ -71,22 +75,14 @@ class ElbowroomPlugin:
         self._steps = OptimizerSteps(self.room, model, optimizers, after_step=self._take_over)
         if accelerator not in self._registered_with:
             self._registered_with.add(accelerator)
-            accelerator.register_for_checkpointing(self)
+            accelerator.register_save_state_pre_hook(self._save)
+            accelerator.register_load_state_pre_hook(self._load)
+        self._rank = accelerator.process_index
         return prepared
 
     def metrics(self) -> dict[str, int | float]:
         """Return metrics of the room for `accelerator.log`, with the prefix "elbowroom/"."""
         return list_metrics(self.room)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the room has learned; called by `accelerator.save_state`."""
-        return {} if self.room is None else self.room.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what an earlier run has learned, after the step if one runs; called by `accelerator.load_state`."""
-        self._learned = state_dict
-        if self._steps is not None and not self._steps.is_running:
-            self._take_over()
 
     def close(self) -> None:
         """Let go of the loop: the model can be trained without a budget, or prepared anew."""
@@ -95,7 +91,17 @@ class ElbowroomPlugin:
             self._steps = None
         self._learned = {}
 
+    def _save(self, models: Sequence[Any], weights: Sequence[Any], folder: str) -> None:
+        if self.room is not None:
+            save_learned(self.room, pathlib.Path(folder), self._rank)
+
+    def _load(self, models: Sequence[Any], folder: str) -> None:
+        """Take over what an earlier run has learned, after the step if one runs."""
+        self._learned = read_learned(pathlib.Path(folder), self._rank)
+        if self._steps is not None and not self._steps.is_running:
+            self._take_over()
+
     def _take_over(self) -> None:
         learned, self._learned = self._learned, {}
-        if self.room is not None and learned:
-            self.room.load_state_dict(learned)
+        if self.room is not None:
+            load_learned(self.room, learned)

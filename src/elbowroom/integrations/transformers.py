@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
-import logging
+import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from elbowroom.api import fit
-from elbowroom.errors import TraceError
 from elbowroom.hooks.sharded import find_wrapper
+from elbowroom.integrations.learned_file import load_learned, read_learned, save_learned
 from elbowroom.integrations.logged_metrics import list_metrics
 from elbowroom.integrations.optimizer_steps import unwrap_optimizer
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
-
-logger = logging.getLogger(__name__)
 
 
 class ElbowroomCallback(TrainerCallback):
@@ -59,6 +56,7 @@ class ElbowroomCallback(TrainerCallback):
         self._profile = profile
         self._options = options
         self._is_running = False
+        self._watching = contextlib.ExitStack()  # the Trainer's steps for errors
         self.room: Room | None = None
 
     def report_first(self, trainer: Any) -> None:
@@ -82,6 +80,8 @@ class ElbowroomCallback(TrainerCallback):
         models = [model, *self._other_models]
         self.room = fit(models, optimizer, self._memory_budget, profile=self._profile, **self._options)
         self._profile = self.room.profile
+        if (trainer := self._find_trainer()) is not None:
+            self._watching.callback(watch_errors(trainer, self._abort_step))
         if state.global_step:
             self._resume(args, state)
 
@@ -110,10 +110,8 @@ class ElbowroomCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save what the room has learned beside the checkpoint."""
         folder = pathlib.Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if self.room is None or not folder.is_dir():
-            return
-        with _warning("is not saved"):
-            (folder / _name_file(args)).write_bytes(gzip.compress(json.dumps(self.room.state_dict()).encode()))
+        if self.room is not None and folder.is_dir():
+            save_learned(self.room, folder, args.process_index)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach the room."""
@@ -125,26 +123,51 @@ class ElbowroomCallback(TrainerCallback):
         if isinstance(args.resume_from_checkpoint, str):
             folders.insert(0, pathlib.Path(args.resume_from_checkpoint))
         for folder in folders:
-            file = folder / _name_file(args)
-            if file.is_file():
-                with _warning("is not used"):
-                    self.room.load_state_dict(json.loads(gzip.decompress(file.read_bytes())))
+            if learned := read_learned(folder, args.process_index):
+                load_learned(self.room, learned)
                 return
 
+    def _find_trainer(self) -> Trainer | None:
+        """Return the Trainer that calls, whose callbacks are not told of it."""
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, Trainer) and self in caller.callback_handler.callbacks:
+                return caller
+        return None
+
+    def _abort_step(self, error: BaseException) -> None:
+        if self.room is not None and self._is_running:
+            self._is_running = False
+            self.room.end_step(error)
+
     def _close(self) -> None:
+        self._watching.close()
         self._is_running = False
         if self.room is not None:
             self.room.detach()
 
 
-def _name_file(args: Any) -> str:
-    return "elbowroom.json.gz" if args.process_index == 0 else f"elbowroom.rank{args.process_index}.json.gz"
+def watch_errors(trainer: Trainer, tell: Callable[[BaseException], None]) -> Callable[[], None]:
+    """Tell of errors in a Trainer's training steps, for which it has no callback. Return a function that ends this."""
+    attributes = vars(trainer)
+    name = "training_step"
+    inner, had = trainer.training_step, name in attributes
 
+    @functools.wraps(inner)
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except BaseException as error:
+            tell(error)
+            raise
 
-@contextlib.contextmanager
-def _warning(what: str) -> Iterator[None]:
-    """Turn a file that cannot be read or written into a warning: the job only learns again."""
-    try:
-        yield
-    except (OSError, EOFError, ValueError, TraceError) as error:
-        logger.warning("what Elbowroom has learned %s: %s", what, error)
+    def end() -> None:
+        if attributes.get(name) is training_step:
+            del attributes[name]
+            if had:
+                attributes[name] = inner
+
+    attributes[name] = training_step
+    return end
