@@ -377,7 +377,7 @@ class Room:
             return
         if self._step is not None and self._step.thread == threading.get_ident():
             self.end_step(_BrokenOff())
-        self._modes.forget_last()
+        self._modes.close()
         self._pager.close()
         if self._modes.agreed is not None:
             self._modes.agreed.close()

@@ -87,14 +87,16 @@ class StepModes:
         """Runner of the current or last step; None for a plain step."""
         return None if self._running is None else self._running.runner
 
-    def forget_last(self) -> None:
-        """Drop the last step's runner."""
+    def close(self) -> None:
+        """Drop the last step's runner, and limit nothing between steps any more."""
         self._running = None
+        self._between_steps.end()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Return a context in which one step runs. Errors: as for `Room.step`."""
         agreed = self.agreed
+        self._between_steps.end()
         with contextlib.nullcontext() if agreed is None else agreed.step():
             entry, self._running = self._cache.current, None
             try:

@@ -84,6 +84,8 @@ class StatePager:
         is_active: whether ops are watched for their use of state. Otherwise all of it is in memory, beside the results
             of ops that ran in slices.
         follows_plan: whether the step's plan moves state, and is followed so far.
+        budget_bytes: state that comes back replaces other state if more would be live; None before the first step, and
+            after `close`.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class StatePager:
         self._ledger = ledger
         self._min_bytes = min_bytes
         self._held: dict[Any, Any] = {}  # storages whose address the program knows, until the next step begins
-        self._budget_bytes: int | None = None
+        self.budget_bytes: int | None = None
         self._thread = threading.get_ident()  # of the last step
         self._first_bytes: int | None = None  # state when the first step begins
         self._comes_first = False  # state leaves before activations, as there is more of it
@@ -122,7 +124,7 @@ class StatePager:
             may_move: whether the step may need state to leave. Ops are watched for that only if so, and if the state is
                 large, or an earlier step had too little room.
         """
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._thread = threading.get_ident()
         self.follows_plan = False
         self.storages.refusal = ""
@@ -176,7 +178,7 @@ class StatePager:
         record = self.storages.table.find(storage)
         if record is None or not record.is_away:
             return
-        missing_bytes = self._ledger.live_bytes + record.nbytes - (self._budget_bytes or 0)
+        missing_bytes = self._ledger.live_bytes + record.nbytes - (self.budget_bytes or 0)
         if missing_bytes <= 0 or self.make_room(missing_bytes, spares_soon=True) >= missing_bytes:
             self.storages.begin_reload(record)
 
@@ -190,7 +192,7 @@ class StatePager:
         if is_written:
             self.storages.unwritten.run_waiting()  # ops may wait that read it
         # A storage whose address is known must not be moved out as an op's argument either. A closed room moves none.
-        adds = is_lasting and self._budget_bytes is not None and self._native.is_any_state_managed()
+        adds = is_lasting and self.budget_bytes is not None and self._native.is_any_state_managed()
         record = table.add(storage) if adds else table.find(storage)
         if record is None:
             return None
@@ -208,8 +210,7 @@ class StatePager:
         if sys.is_finalizing():
             return  # nothing can be read back any more, and no code is left to use it
         self.storages.sweep()
-        self._budget_bytes = None
-        self._ledger.limit_between_steps(None)
+        self.budget_bytes = None
         self.storages.restore_all()
         self._deactivate()
 
@@ -274,12 +275,12 @@ class StatePager:
 
     def _limit(self, nbytes: int) -> int | None:
         """Have other state leave before a storage comes back. Return the budget; None between steps."""
-        if self._budget_bytes is None:
+        if self.budget_bytes is None:
             return None
-        missing_bytes = self._ledger.live_bytes + nbytes - self._budget_bytes
+        missing_bytes = self._ledger.live_bytes + nbytes - self.budget_bytes
         if missing_bytes > 0:
             self.storages.evict(self._choose(missing_bytes, spares_soon=False))
-        return self._budget_bytes
+        return self.budget_bytes
 
     # -- watching -------------------------------------------------------------------------------------------------
 
@@ -294,10 +295,10 @@ class StatePager:
         self._note_new()
 
         def find_group_bytes() -> int | None:
-            return None if self._budget_bytes is None else self._budget_bytes // GROUPS
+            return None if self.budget_bytes is None else self.budget_bytes // GROUPS
 
         def may_hold(nbytes: int) -> bool:
-            return self._budget_bytes is not None and nbytes <= self._budget_bytes // HELD
+            return self.budget_bytes is not None and nbytes <= self.budget_bytes // HELD
 
         self._grouped = [
             GroupedStep(each, find_group_bytes, may_hold, self._hold) for each in find_groupable(self._optimizers)
@@ -325,11 +326,11 @@ class StatePager:
             return held
         storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
         nbytes = sum({each._cdata: each.nbytes() for each in storages}.values())
-        missing_bytes = self._ledger.live_bytes + nbytes - (self._budget_bytes or 0)
+        missing_bytes = self._ledger.live_bytes + nbytes - (self.budget_bytes or 0)
         if missing_bytes > 0 and not self.follows_plan:
             self.make_room(missing_bytes)
         if self.storages.refusal:  # what should have left stays
-            self.storages.require(nbytes, self._budget_bytes or 0)
+            self.storages.require(nbytes, self.budget_bytes or 0)
         return held
 
     def _release_held(self) -> None:
