@@ -431,6 +431,30 @@ def test_a_frozen_teacher_leaves(script: Callable[[nn.Module], nn.Module], profi
     del program
 
 
+def test_a_former_model_is_no_part_of_the_next_job(profile: HardwareProfile) -> None:
+    """Cross-validation, for example. A cycle keeps the model until the collector runs."""
+
+    def train() -> weakref.ref[nn.Module]:
+        net = make_net()
+        net.me = [net]  # type: ignore[assignment]
+        optimizer = torch.optim.AdamW(net.parameters())
+        for batch in make_batches(2):
+            net(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weakref.ref(net)
+
+    with managing(profile) as program:
+        gc.disable()
+        try:
+            former, latter = train(), train()
+        finally:
+            gc.enable()
+        assert former() is None and latter() is not None
+        assert program.rooms == 2
+    del program
+
+
 def test_a_budget_that_cannot_hold(profile: HardwareProfile) -> None:
     """The error names the module, also if the script wraps it."""
     with pytest.raises(Infeasible, match="needed at once") as caught, managing(profile, 1 << 16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +75,8 @@ class ManagedProgram:
             self.has_own_rooms = True
             return
         # Other ranks may have other modules beside the model.
+        if self.rooms:
+            gc.collect()  # what is left of the former job is not part of this one
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         models = [job.model, *(list_other_models(job.model) if is_alone else ())]
         room = fit(models, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
