@@ -22,6 +22,7 @@ from elbowroom.hooks.several_models import SeveralModels, list_models
 from elbowroom.hooks.sharded import find_sharded, is_sharded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
+from elbowroom.ir.unused_state import leave_out_unused_state
 from elbowroom.planner.comparison.smallest_budget import find_smallest
 from elbowroom.planner.options import Manages, find_managed, find_strategy
 from elbowroom.planner.problem import pose
@@ -135,11 +136,16 @@ def smallest_budget(
     device = find_device(model)
     if config.mode == "dynamic":
         raise UsageError('smallest_budget plans the step, but mode="dynamic" makes no plan: leave out mode')
-    trace = capture(step, model, optimizer)
+    managed = find_managed(config.strategy, config.manages)
+
+    def capture_used(memory_budget: int | None = None) -> Trace:
+        trace = capture(step, model, optimizer, memory_budget=memory_budget)
+        return leave_out_unused_state(trace, config.min_offload_bytes) if managed is Manages.EVERYTHING else trace
+
+    trace = capture_used()
     if profile is None:
         profile = probe(str(device), spill_folder=config.spill_folder)
     past = PastTimes(profile, is_enabled=config.op_time_store).load()
-    managed = find_managed(config.strategy, config.manages)
     floor_bytes = sys.maxsize
     for _ in range(MOST_GROUPINGS if managed is Manages.EVERYTHING else 0):
         costs = price(trace, profile, past=past)
@@ -147,7 +153,7 @@ def smallest_budget(
         if problem.floor.peak_bytes >= floor_bytes:
             break  # smaller groups of the optimizer's step change nothing
         floor_bytes = problem.floor.peak_bytes
-        trace = capture(step, model, optimizer, memory_budget=floor_bytes)
+        trace = capture_used(floor_bytes)
     return find_smallest(
         trace, price(trace, profile, past=past), strategy=config.strategy, min_offload_bytes=config.min_offload_bytes,
         host_bytes=config.host_bytes, manages=config.manages,

@@ -7,10 +7,13 @@ import dataclasses
 import logging
 
 from elbowroom.errors import Infeasible
+from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.digest import digest
 from elbowroom.ir.outside import count_outside, set_outside
+from elbowroom.job import Job
 from elbowroom.plan_cache import PlanCache, list_sizes
 from elbowroom.plan_cache_entry import PlanCacheEntry
+from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_state import StepState
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,15 @@ GROWTH = 0.5
 
 LEAST_GROWTH = 0.01
 """And for at least this share of the budget."""
+
+
+def count_live(job: Job, ledger: Ledger, pager: StatePager, expected: PlanCacheEntry | None) -> int:
+    """Return the bytes before a step, state that is away included, but for what the expected step does not use."""
+    live_bytes = ledger.live_bytes + pager.count_away()
+    schedule = None if expected is None else expected.planned.candidate.state_schedule
+    if schedule is None or not schedule.unused:
+        return live_bytes
+    return live_bytes - schedule.count_unused(job.list_kept(), job.name_residents)
 
 
 class BytesBeside:

@@ -21,12 +21,14 @@ from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hooks.input_guard import Inputs
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.costs import Costs, Measurements
+from elbowroom.ir.digest import digest
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
 from elbowroom.ir.learned import LearnedStep, LearnedSteps, PlanningOptions
 from elbowroom.ir.lease import Lease
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Role, Trace, release_unneeded
+from elbowroom.ir.unused_state import leave_out_unused_state
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.planned_step import PlannedStep, forecast_plan
 from elbowroom.planner.options import Manages
@@ -200,8 +202,13 @@ class PlanCache:
 
     # -- planning -------------------------------------------------------------------------------------------------
 
-    def add(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> None:
+    def add(
+        self, trace: Trace, trace_digest: str, measurements: Measurements | None, *, moves_unused: bool = False
+    ) -> None:
         """Plan a step, which becomes the expected one.
+
+        Args:
+            moves_unused: whether state that the step does not use is away, unless all of the step fits beside it.
 
         Raises:
             Infeasible: no plan fits the budget.
@@ -214,6 +221,10 @@ class PlanCache:
             self._past.add(trace, measurements.op_seconds)
         lost_seconds = self._seen.get(hash(tuple(list_sizes(trace))), 0.0)
         is_one_of_many = bool(self.entries) and lost_seconds < self._times.search_seconds
+        without = leave_out_unused_state(trace, self._config.min_offload_bytes) if moves_unused else trace
+        if without is not trace and keep_all_if_it_fits(trace, costs, self.lease.device_bytes) is None:
+            trace = without
+            costs = dataclasses.replace(costs, trace_digest=digest(trace))
         planned = self.plan_step(trace, costs, is_quick=is_one_of_many)
         self.entries.insert(0, PlanCacheEntry(planned, source, lost_seconds=lost_seconds))
         del self.entries[MOST_PLANS:]

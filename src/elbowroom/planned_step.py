@@ -11,6 +11,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.placement import Placement
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Role, Trace
+from elbowroom.ir.unused_state import list_unused_state
 from elbowroom.report.table import render_table
 from elbowroom.runtime.candidate import Candidate
 from elbowroom.simulator.planned import PreparedTrace
@@ -54,8 +55,8 @@ class PlannedStep:
 
     @property
     def is_plain(self) -> bool:
-        """True if the plan moves nothing."""
-        return not (self.plan.decisions or self.plan.state)
+        """True if the plan moves nothing, and needs no unused state to be away."""
+        return not (self.plan.decisions or self.plan.state or list_unused_state(self.trace))
 
     @functools.cached_property
     def busy_seconds(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 from elbowroom.advice import complete
 from elbowroom.agreed_plans import AgreedPlans, CapturedStep
-from elbowroom.bytes_beside import BytesBeside
+from elbowroom.bytes_beside import BytesBeside, count_live
 from elbowroom.capture_schedule import NO_PLAN, CaptureSchedule, explain_fault, explain_no_plan
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing, TraceError
 from elbowroom.hooks.cpu_ledger import CpuLedger
@@ -157,8 +157,8 @@ class StepModes:
             self._cache.remove(entry)
 
     def _run_planned(self, entry: PlanCacheEntry) -> Iterator[None]:
-        self._beside.watch(entry, self._ledger.live_bytes + self._pager.count_away())
-        self._begin_paging(may_move=bool(entry.planned.plan.state) or self._is_paging)
+        self._beside.watch(entry, count_live(self._job, self._ledger, self._pager, entry))
+        self._begin_paging(may_move=entry.planned.candidate.state_schedule is not None or self._is_paging)
         # After planning from fake tensors, and where predictions are wrong, steps are observed op by op.
         measuring = entry.is_measuring(self._job.config.settling_steps)
         meter = self._metering.make(is_detailed=measuring)
@@ -301,8 +301,8 @@ class StepModes:
             name_residents=job.name_residents,
             complete_error=self._complete_error,
         )
-        live_bytes = self._ledger.live_bytes + self._pager.count_away()
         expected = entries[0] if entries else None
+        live_bytes = count_live(job, self._ledger, self._pager, expected)
         return StepRunner(
             phase,
             environment,
@@ -322,7 +322,9 @@ class StepModes:
         """
         trace_digest = digest(trace)
         try:
-            self._cache.add(trace, trace_digest, measurements)
+            # What a step does not use may differ from rank to rank.
+            moves_unused = self._pager.is_active and self.agreed is None
+            self._cache.add(trace, trace_digest, measurements, moves_unused=moves_unused)
         except Infeasible as error:
             if (
                 self._is_paging

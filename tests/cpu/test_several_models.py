@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from typing import Any
@@ -16,6 +17,9 @@ from elbowroom.errors import UsageError
 from elbowroom.hooks.several_models import SeveralModels
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.ir.unused_state import list_unused_state
+from elbowroom.room import Room
+from elbowroom.runtime.state_tensors import StateTensors
 from tests.state_jobs import PARAMETER_BYTES, STEPS, adamw, make_batch, make_model
 
 BUDGET = 3 * PARAMETER_BYTES // 2
@@ -73,6 +77,138 @@ def test_a_teacher_and_an_average_leave(options: dict[str, Any], profile: Hardwa
             modules = {each.module for each in trace.storages}
             assert {"3.0", "Teacher.13.0"} <= modules, modules
     assert losses == found
+    assert all(torch.equal(one, other) for one, other in zip(plain.list_tensors(), job.list_tensors(), strict=True))
+
+
+UNUSED = {
+    "exp_avg",
+    "exp_avg_sq",
+    "Teacher.3.0.weight",
+    "AveragedModel.module.1.0.weight",
+    "gradient of Sequential.5.0.weight",
+}
+
+
+class Alternation(Distillation):
+    """Steps use the student; every fifth updates the average, and a critic with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = make_model(6)
+        self.second = adamw(self.critic.parameters())
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [*super().models, self.critic]
+
+    def step(self, index: int = 0) -> torch.Tensor:
+        batch = make_batch(index)
+        loss = self.student(batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if index % 5 == 0:
+            self.average.update_parameters(self.student)
+            self.second.zero_grad()
+            self.critic(batch).square().mean().backward()
+            self.second.step()
+        return loss.detach()
+
+    def list_tensors(self) -> list[torch.Tensor]:
+        states = (each for one in (self.optimizer, self.second) for each in one.state.values())
+        return [*super().list_tensors(), *(each.clone() for state in states for each in state.values())]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8, 2.0])
+@pytest.mark.parametrize("evaluates", [False, True], ids=["", "evaluates"])
+def test_state_that_steps_do_not_use_is_away(share: float, evaluates: bool, profile: HardwareProfile) -> None:
+    def run(job: Alternation, steps: range, room: Room | None) -> list[torch.Tensor]:
+        found = []
+        for index in steps:
+            with contextlib.nullcontext() if room is None else room.step():
+                found.append(job.step(index))
+            if evaluates:
+                with torch.no_grad():
+                    found.append(job.teacher(make_batch(index)).sum() + job.average(make_batch(index)).sum())
+        return found
+
+    plain = Alternation()
+    expected = run(plain, range(16), None)
+    job = Alternation()
+    budget_bytes = int(share * (sum(each.nbytes for each in plain.list_tensors()) + PARAMETER_BYTES))
+    with elbowroom.fit(
+        job.models, [job.optimizer, job.second], budget_bytes, profile=profile, min_offload_bytes=256
+    ) as room:
+        found = run(job, range(10), room)
+        fits = share > 1
+        modes = [record.mode for record in room.journal().steps]
+        assert modes[6:] == [Mode.PLAIN if fits else Mode.PLANNED] * 4
+        assert room.planned is not None
+        names = {each.label for each in list_unused_state(room.planned.trace)}
+        assert (names == set()) if fits else (names >= UNUSED)
+        assert room.planned.is_plain == fits
+        found += run(job, range(10, 16), room)
+        assert max(record.peak_bytes or 0 for record in room.journal().steps) <= budget_bytes
+    assert all(map(torch.equal, found, expected))
+    assert all(torch.equal(one, other) for one, other in zip(plain.list_tensors(), job.list_tensors(), strict=True))
+
+
+@pytest.mark.parametrize("kib", [300, 840])
+def test_plans_know_the_state_of_each_optimizer(kib: int, profile: HardwareProfile) -> None:
+    """The first one of two with the same labels and sizes does not step."""
+    job = Alternation()
+    optimizers = [job.second, job.optimizer]
+    with elbowroom.fit(job.models, optimizers, kib << 10, profile=profile, min_offload_bytes=256) as room:
+        for index in range(5):
+            with room.step():
+                job.step(index)
+        assert room.planned is not None
+        trace = room.planned.trace
+        found = StateTensors(trace).find(room._job.list_kept(), room._job.name_residents)
+        owners = {id(each): one for one in optimizers for state in one.state.values() for each in state.values()}
+        states = [each for each in trace.storages if each.label == "exp_avg" and each.id in found]
+        used = {owners[id(found[each.id])] for each in states if each.nbytes}
+        assert used == {job.optimizer}
+        assert {owners[id(found[each.id])] for each in states if not each.nbytes} == {job.second}
+
+
+def test_the_smallest_budget_leaves_out_what_the_step_does_not_use(profile: HardwareProfile) -> None:
+    job = Alternation()
+    options: dict[str, Any] = {"profile": profile, "min_offload_bytes": 256}
+    optimizers = [job.optimizer, job.second]
+    nbytes = elbowroom.smallest_budget(job.models, optimizers, lambda: job.step(1), **options)
+    assert nbytes < sum(each.nbytes for each in job.teacher.parameters())
+    with elbowroom.fit(job.models, optimizers, nbytes, **options) as room:
+        for index in range(1, 5):
+            with room.step():
+                job.step(index)
+        records = room.journal().steps
+        assert records[-1].mode is Mode.PLANNED
+        assert max(record.peak_bytes or 0 for record in records) <= nbytes
+
+
+def test_a_resumed_job_has_unused_state_away(profile: HardwareProfile) -> None:
+    job = Alternation()
+
+    def fit() -> Room:
+        optimizers = [job.optimizer, job.second]
+        return elbowroom.fit(job.models, optimizers, 300 << 10, profile=profile, min_offload_bytes=256)
+
+    with fit() as room:
+        for index in range(4):
+            with room.step():
+                job.step(index)
+        learned = room.state_dict()
+    with fit() as room:
+        room.load_state_dict(learned)
+        for index in range(6, 9):
+            with room.step():
+                job.step(index)
+        assert [record.mode for record in room.journal().steps] == [Mode.PLANNED] * 3
+        assert room.metrics()["max_peak_bytes"] <= 300 << 10
+    plain = Alternation()
+    for index in (*range(4), *range(6, 9)):
+        plain.step(index)
     assert all(torch.equal(one, other) for one, other in zip(plain.list_tensors(), job.list_tensors(), strict=True))
 
 

@@ -14,6 +14,7 @@ from elbowroom.ir.labels import shorten
 from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.ir.trace import Trace
+from elbowroom.ir.unused_state import list_unused_state
 from elbowroom.report.blocks import BlockGroup, count_seconds, explain_blocks
 from elbowroom.report.chart import draw_chart
 from elbowroom.report.columns import align, wrap
@@ -84,7 +85,7 @@ def summarize(
     lines = [
         _title(budget_bytes, trace),
         "",
-        *_describe_steps(journal, plan, policy, manages),
+        *_describe_steps(journal, plan, policy, manages, 0 if trace is None else len(list_unused_state(trace))),
         *_describe_slices(sliced, inexact),
     ]
     plain = Lifetimes(trace).count_plain(costs) if trace is not None and costs is not None else []
@@ -149,7 +150,7 @@ def _title(budget_bytes: int, trace: Trace | None) -> str:
     return what + (f", within {format_bytes(budget_bytes)}" if budget_bytes else "")
 
 
-def _describe_steps(journal: Journal, plan: Plan | None, policy: str, manages: str) -> list[str]:
+def _describe_steps(journal: Journal, plan: Plan | None, policy: str, manages: str, unused: int) -> list[str]:
     counts = count_modes(journal)
     run = ", ".join(f"{count} {_MODES[mode]}" for mode, count in counts.items())
     lines = [f"Steps   {run or 'none run'}"]
@@ -162,7 +163,11 @@ def _describe_steps(journal: Journal, plan: Plan | None, policy: str, manages: s
     elif plan is None:
         lines.append("Plan    none yet: a step is planned once it has been captured")
     elif not plan.decisions and not plan.state:
-        lines.append("Plan    everything fits: nothing is moved, recomputed or hooked")
+        lines.append(
+            "Plan    what the step uses fits: none of it is moved or recomputed"
+            if unused
+            else "Plan    everything fits: nothing is moved, recomputed or hooked"
+        )
     else:
         offloaded, recomputed = plan.count_gaps(Choice.OFFLOAD), plan.count_gaps(Choice.RECOMPUTE)
         decided = f"{_count(offloaded, 'gap')} offloaded, {recomputed} recomputed"
@@ -170,6 +175,9 @@ def _describe_steps(journal: Journal, plan: Plan | None, policy: str, manages: s
         if plan.state:
             decided += f"; state: {_count(len(plan.state), 'gap')} offloaded"
         lines += wrap(f"Plan    {decided} (strategy {plan.strategy})", " " * 8)
+    if unused:
+        text = f"Away    {_count(unused, 'block')} of state that the step does not use, not counted below"
+        lines += wrap(text, " " * 8)
     if manages:
         lines.append(f"Manages {manages}: {_MANAGED[manages]}")
     notes: dict[tuple[Mode, str], list[int]] = {}

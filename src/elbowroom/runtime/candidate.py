@@ -80,8 +80,9 @@ class Candidate:
 
     @functools.cached_property
     def state_schedule(self) -> StateSchedule | None:
-        """Moves of the plan's state; None if it has none."""
-        return StateSchedule(self.trace, self.plan) if self.plan.state else None
+        """Moves of the plan's state; None if it has none, and needs none to be away."""
+        schedule = StateSchedule(self.trace, self.plan)
+        return schedule if self.plan.state or schedule.unused else None
 
     @functools.cached_property
     def replayed_ops(self) -> tuple[list[str], list[int], dict[int, list[Any]], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -12,8 +12,9 @@ from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.state import MoveKind, StateMove, list_away, list_moves
 from elbowroom.ir.trace import Role, Trace
+from elbowroom.ir.unused_state import list_unused_state
 from elbowroom.runtime.state_pager import StatePager
-from elbowroom.runtime.state_tensors import StateTensors
+from elbowroom.runtime.state_tensors import NamedTensor, StateTensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,17 @@ class StateSchedule:
         """Storages that are away when the step begins."""
         spans = list_away(self.trace, self.plan)
         return [storage for storage, away in spans.items() if any(begin <= 0 < end for begin, end in away)]
+
+    @functools.cached_property
+    def unused(self) -> Sequence[int]:
+        """Storages that are away during the whole step."""
+        return [each.id for each in list_unused_state(self.trace)]
+
+    def count_unused(self, kept: Sequence[torch.Tensor], name_residents: Callable[[], Iterable[NamedTensor]]) -> int:
+        """Return the bytes of `unused`. Arguments: as for `StateTensors.find`."""
+        found = self.tensors.find(kept, name_residents)
+        storages = (_find_storage(self.trace, each, found) for each in self.unused)
+        return sum(each.nbytes() for each in storages if each is not None)
 
     @functools.cached_property
     def there_at_begin(self) -> Sequence[int]:
@@ -76,11 +88,11 @@ class StateMoves:
 
     def begin(self) -> None:
         """Have away what the plan has away when a step begins, and all other state in memory or on its way."""
-        away = self._schedule.away_at_begin
-        for storage in away:
+        schedule = self._schedule
+        for storage in (*schedule.unused, *schedule.away_at_begin):
             if (found := self._find(storage)) is not None:
                 self._storages.release(found)
-        for storage in self._schedule.there_at_begin:
+        for storage in schedule.there_at_begin:
             if (found := self._find(storage)) is not None:
                 self._pager.begin_reload(found)
         self._pager.follows_plan = True
@@ -108,11 +120,15 @@ class StateMoves:
                 self._storages.release(storage)
 
     def _find(self, storage: int) -> torch.UntypedStorage | None:
-        """Return a storage of the trace as it is in this step; None if it is unknown, or not there."""
-        tensor = self._tensors.get(storage)
-        if tensor is not None and self._schedule.trace.storages[storage].role is Role.GRADIENT:
-            tensor = tensor.grad
-        return None if tensor is None else get_plain_storage(tensor)
+        return _find_storage(self._schedule.trace, storage, self._tensors)
+
+
+def _find_storage(trace: Trace, storage: int, tensors: Mapping[int, torch.Tensor]) -> torch.UntypedStorage | None:
+    """Return a storage of a trace as it is in this step; None if it is unknown, or not there."""
+    tensor = tensors.get(storage)
+    if tensor is not None and trace.storages[storage].role is Role.GRADIENT:
+        tensor = tensor.grad
+    return None if tensor is None else get_plain_storage(tensor)
 
 
 def is_followed(moves: StateMoves | None) -> bool:

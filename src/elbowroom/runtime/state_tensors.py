@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from elbowroom.hooks.storage_ids import get_plain_storage
-from elbowroom.ir.trace import Role, Trace
+from elbowroom.ir.trace import Role, Storage, Trace
+from elbowroom.ir.unused_state import list_unused_state
 
 NamedTensor = tuple[torch.Tensor, Role, str, str | None]
 """A tensor of the state, its role, its label, and the path of the module that owns it."""
@@ -51,24 +52,42 @@ def _match(trace: Trace, residents: Iterable[NamedTensor]) -> dict[int, torch.Te
 
     Tensors with the same role and label are in the order in which the trace lists them.
     """
-    tensors: dict[tuple[Role, str, int], list[torch.Tensor]] = {}
+    named: dict[tuple[Role, str], list[tuple[torch.Tensor, int]]] = {}
     seen = set[int]()
     for tensor, role, label, _ in residents:
         home = get_plain_storage(tensor)
-        if home is None or home._cdata in seen:
-            continue
-        seen.add(home._cdata)
-        tensors.setdefault((role, label, home.nbytes()), []).append(tensor)
-        if role is Role.PARAMETER:
-            tensors.setdefault((Role.GRADIENT, f"gradient of {label}", home.nbytes()), []).append(tensor)
+        if home is not None and home._cdata not in seen:
+            seen.add(home._cdata)
+            named.setdefault((role, label), []).append((tensor, home.nbytes()))
+    traced: dict[tuple[Role, str], list[Storage]] = {}
+    for each in trace.storages:
+        if (each.role is Role.GRADIENT and each.id in trace.state) or each.created < 0:
+            traced.setdefault((each.role, each.label), []).append(each)
+    moving = {*trace.state, *(each.id for each in list_unused_state(trace))}
     found: dict[int, torch.Tensor] = {}
-    taken: dict[tuple[Role, str, int], int] = {}
-    for storage in sorted(trace.state):
-        traced = trace.storages[storage]
-        key = (traced.role, traced.label, traced.nbytes)
-        named = tensors.get(key, ())
-        index = 0 if traced.role is Role.GRADIENT else taken.get(key, 0)
-        if index < len(named):
-            found[storage] = named[index]
-            taken[key] = index + 1
+    for (role, label), storages in traced.items():
+        if role is Role.GRADIENT:  # of one step or the next one
+            owners = named.get((Role.PARAMETER, label.removeprefix("gradient of ")), [])[:1]
+            pairs = [(each, *owner) for each in storages for owner in owners]
+        else:
+            pairs = _pair(storages, named.get((role, label), []))
+        for each, tensor, nbytes in pairs:
+            if each.id in moving and each.nbytes in (nbytes, 0):  # 0: state that the step does not use
+                found[each.id] = tensor
     return found
+
+
+def _pair(
+    storages: Sequence[Storage], tensors: Sequence[tuple[torch.Tensor, int]]
+) -> list[tuple[Storage, torch.Tensor, int]]:
+    """Return storages of one label with the tensors of that label, in order: of all sizes, or of each size."""
+    if len(storages) == len(tensors):
+        return [(storage, *each) for storage, each in zip(storages, tensors, strict=True)]
+    sizes = {nbytes for _, nbytes in tensors}
+    return [
+        (storage, *each)
+        for size in sizes
+        for storage, each in zip(
+            [one for one in storages if one.nbytes == size], [one for one in tensors if one[1] == size], strict=False
+        )
+    ]
