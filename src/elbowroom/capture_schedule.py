@@ -19,6 +19,9 @@ doubles each time that this is in vain."""
 MOST_STEPS_AWAITED = 256
 """Limit on the steps that are traced in expectation of one of a kind that has recurred."""
 
+MOST_WITHOUT_NEEDS = 4
+"""Limit on the evaluations in a row that are captured in expectation of a training step."""
+
 UNKNOWN = "it is not known what these steps do"
 NO_PLAN = "no plan fits the budget, so ops run in slices if need be"
 
@@ -50,6 +53,7 @@ class CaptureSchedule:
         self._next = 0
         self._lacked_needs = False  # the last futile capture
         self._some_have_needs = False
+        self._without_needs = 0  # captures since the last step that had some
         self._has_recurred = False
         self._awaited = 0  # steps left
         self._plan: Plan | None = None  # of the last step that has followed one
@@ -112,6 +116,7 @@ class CaptureSchedule:
     def note_needs(self) -> None:
         """Note that a step without a plan ran a backward pass, and so is worth a capture."""
         self._some_have_needs = True
+        self._without_needs = 0
         if self._lacked_needs:
             self._lacked_needs = False
             self._futile = self._next = 0
@@ -120,14 +125,16 @@ class CaptureSchedule:
     def note_no_needs(self, step: int, why: str, *, knows_some: bool) -> None:
         """Note that a captured step ran no backward pass.
 
-        While no kind of step has a plan, the next one is captured if some step ran one: this may be an evaluation.
+        While no kind of step has a plan, the next one is captured if some step ran one: this may be an evaluation. But
+        after several in a row it may be a long one.
 
         Args:
             step: the captured one.
             why: explains that there is nothing to plan.
             knows_some: as for `is_due`.
         """
-        if not self._some_have_needs or knows_some:
+        self._without_needs += 1
+        if not self._some_have_needs or knows_some or self._without_needs > MOST_WITHOUT_NEEDS:
             self._lacked_needs = True
             self.reason = why
             self.put_off(step, why)

@@ -27,10 +27,11 @@ from elbowroom.ir.journal import StepRecord
 from elbowroom.ir.learned import LearnedStep, LearnedSteps, PlanningOptions
 from elbowroom.ir.lease import Lease
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import Role, Trace, release_unneeded
-from elbowroom.ir.unused_state import leave_out_unused_state
+from elbowroom.ir.trace import Trace, release_unneeded
+from elbowroom.ir.unused_state import leave_out_unused_state, list_unused_state
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.planned_step import PlannedStep, forecast_plan
+from elbowroom.planner.optimizer_parts import find_peak_beside_updates
 from elbowroom.planner.options import Manages
 from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import fit_slices, pose
@@ -176,7 +177,7 @@ class PlanCache:
         for step in learned.steps:
             if step.trace.device != self._device.type or self.contains(step.trace):
                 continue
-            if not count_parameters(step.trace) <= parameters:
+            if not step.count_parameters() <= parameters:
                 logger.info("a step learned before has other parameters, or other shards of them")
                 continue
             is_measured = is_same_machine and step.is_measured
@@ -246,7 +247,11 @@ class PlanCache:
         """
         before, self.lease = self.lease, self.lease.replace(nbytes)
         try:
-            self.entries = [] if (entry := self.current) is None else self._plan_again(entry)
+            entry, is_larger = self.current, nbytes > before.device_bytes
+            if entry is None or (is_larger and list_unused_state(entry.planned.trace)):
+                self.entries = []  # the next capture tells whether unused state fits as well
+            else:
+                self.entries = self._plan_again(entry)
         except BaseException:
             self.lease = before
             raise
@@ -259,7 +264,9 @@ class PlanCache:
             planned = self.plan_step(trace, costs)
             return [dataclasses.replace(entry, planned=planned, busy_seconds=[], is_proven=False)]
         except Infeasible:
-            if self.fits_without_plan(trace, costs.trace_digest, None):
+            if self._config.manages == "everything":
+                trace = leave_out_unused_state(trace, self._config.min_offload_bytes)
+            if self.fits_without_plan(trace, digest(trace), None):
                 return []
             raise
 
@@ -273,7 +280,8 @@ class PlanCache:
             trace, costs, self.lease.device_bytes, min_offload_bytes=self._config.min_offload_bytes,
             host_bytes=self.lease.host_bytes, manages=Manages(self._config.manages),
         )  # fmt: skip
-        if problem.floor.peak_bytes <= self.lease.device_bytes:
+        # Optimizers update fewer parameters at a time than in the trace if a step has less memory than that one.
+        if find_peak_beside_updates(trace, problem.floor) <= self.lease.device_bytes:
             return True
         return fit_slices(problem, Slices.EXACT if self._config.exact else Slices.ANY) is not None
 
@@ -388,8 +396,3 @@ def _tell_apart(trace: Trace) -> tuple[object, ...]:
 def list_sizes(trace: Trace) -> list[int]:
     """Return the bytes of each save of a trace; 0 for tensors without a plain storage."""
     return [trace.storages[save.storage].nbytes for save in trace.saves]
-
-
-def count_parameters(trace: Trace) -> Counter[int]:
-    """Return how many parameters of a trace have how many bytes; without those that FSDP gathers, which have none."""
-    return Counter(each.nbytes for each in trace.storages if each.role is Role.PARAMETER and each.nbytes)

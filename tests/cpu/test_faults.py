@@ -155,6 +155,39 @@ def test_transfers_without_a_thread(
     assert list_spill_files(tmp_path) == []
 
 
+def test_a_signal_handler_in_the_middle_of_a_transfer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may transfer other copies, and is refused the one that is under way, whose bytes are not there yet."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    transfers = ThreadTransfers(SpillFile(tmp_path))
+    read, found, errors = SpillFile.read, [], []
+
+    def interrupted(spill: SpillFile, *args: Any) -> None:
+        monkeypatch.setattr(SpillFile, "read", read)
+        for copy in (other, copy_under_way):
+            try:
+                found.append(transfers.reload(copy))
+                transfers.finish(copy)
+            except TransferFailed as error:
+                errors.append(str(error))
+        read(spill, *args)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    copy_under_way = transfers.offload(make_storage(3))
+    other = transfers.offload(make_storage(4))
+    monkeypatch.setattr(SpillFile, "read", interrupted)
+    back = transfers.reload(copy_under_way)
+    transfers.finish(copy_under_way)
+    assert holds(back, 3) and holds(found[0], 4)
+    assert [each for each in errors if "signal handler" in each] == errors != []
+    found.clear()
+    for each in (copy_under_way, other):
+        transfers.discard(each)
+    transfers.close()
+
+
 def interrupt(*args: object) -> None:
     raise KeyboardInterrupt
 

@@ -153,6 +153,23 @@ def test_state_that_steps_do_not_use_is_away(share: float, evaluates: bool, prof
     assert all(torch.equal(one, other) for one, other in zip(plain.list_tensors(), job.list_tensors(), strict=True))
 
 
+def test_unused_state_stays_in_a_larger_budget(profile: HardwareProfile) -> None:
+    job = Alternation()
+    optimizers = [job.optimizer, job.second]
+    with elbowroom.fit(job.models, optimizers, 300 << 10, profile=profile, min_offload_bytes=256) as room:
+        for index in range(20):
+            with room.step():
+                job.step(index + index // 5 + 1)
+            if index == 4:
+                assert room.planned is not None and not room.planned.is_plain
+                room.set_budget("1GiB")
+            if index == 12:
+                assert room.metrics()["mode"] == "plain"
+                room.set_budget(300 << 10)
+        assert room.metrics()["mode"] == "planned"
+        assert [record.mode for record in room.journal().steps].count(Mode.CAPTURE) <= 6
+
+
 @pytest.mark.parametrize("kib", [300, 840])
 def test_plans_know_the_state_of_each_optimizer(kib: int, profile: HardwareProfile) -> None:
     """The first one of two with the same labels and sizes does not step."""

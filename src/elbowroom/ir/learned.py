@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from elbowroom.ir.digest import digest
 from elbowroom.ir.files import version_of
 from elbowroom.ir.op_times import OpTimes
 from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import Trace
+from elbowroom.ir.trace import Role, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,10 @@ class LearnedStep:
     costs: Costs
     plan: Plan
     is_measured: bool
+
+    def count_parameters(self) -> Counter[int]:
+        """Return how many parameters have how many bytes; without those that FSDP gathers, which have none."""
+        return Counter(each.nbytes for each in self.trace.storages if each.role is Role.PARAMETER and each.nbytes)
 
 
 @dataclasses.dataclass(frozen=True)

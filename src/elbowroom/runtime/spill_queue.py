@@ -107,6 +107,10 @@ class SpillJob:
             self._note(error)
             self._finish()
 
+    def is_of_copy_of(self, other: SpillJob) -> bool:
+        """Tell whether this transfer, which has not ended, is of the same copy as another one."""
+        return self._copy is other._copy
+
     def _note(self, error: BaseException) -> None:
         self.error = error
         if self.is_out and self._copy is not None:
@@ -142,6 +146,7 @@ class SpillQueue:
         self._thread: threading.Thread | None = None
         self._working = threading.Lock()  # held by the thread that carries out transfers...
         self._worker: int | None = None  # ...and its id
+        self._running: list[SpillJob] = []  # several if the handler of a signal has transfers of its own
 
     @property
     def copies(self) -> int:
@@ -183,12 +188,15 @@ class SpillQueue:
         """Return when a transfer has ended.
 
         Raises:
-            TransferFailed: the interpreter is shutting down.
+            TransferFailed: the interpreter is shutting down; or this is the handler of a signal that came in the middle
+                of that transfer, or of one of the same copy.
         """
-        if job is None or self.is_own_thread():
-            return  # a destructor runs in the middle of a transfer; the job keeps the storage alive until it has ended
-        while not job.is_done:
-            if job.ended.acquire(timeout=CHECK_SECONDS):
+        while job is not None and not job.is_done:
+            if self.is_own_thread():
+                if any(each.is_of_copy_of(job) for each in self._running):
+                    raise TransferFailed("a signal handler cannot use what is being moved in the code it interrupts")
+                self._take()
+            elif job.ended.acquire(timeout=CHECK_SECONDS):
                 job.ended.release()  # other waiters need it, too
             elif sys.is_finalizing():
                 raise TransferFailed("the interpreter is shutting down, and its threads have stopped")
@@ -288,7 +296,11 @@ class SpillQueue:
         job = self._jobs.get()
         try:
             if isinstance(job, SpillJob):
-                job.run(self.spill)
+                self._running.append(job)
+                try:
+                    job.run(self.spill)
+                finally:
+                    self._running.pop()
             with self._lock:
                 if isinstance(job, Record):  # the copy was garbage-collected
                     self._free(job)

@@ -243,7 +243,7 @@ class ThreadTransfers:
         assert isinstance(copy, SpillCopy)
         if copy.queue.pid != os.getpid():
             return  # the file and the block belong to the parent
-        if copy.record is not None:
+        if copy.record is not None and not copy.queue.is_own_thread():  # else a destructor runs in a transfer
             copy.queue.wait(copy.last)  # the block must not be reused while the thread writes to it
         copy.queue.discard(copy)
 
