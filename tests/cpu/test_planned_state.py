@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from elbowroom.errors import TraceError
+from elbowroom.errors import Infeasible, TraceError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.room import Room
@@ -21,6 +21,7 @@ from elbowroom.runtime.state_tensors import StateTensors
 from elbowroom.tracing.residents import Resident, list_kept_tensors, list_residents
 from elbowroom.tracing.tracer import UNSEEN_BYTES
 from tests.state_jobs import (
+    BUDGET,
     PARAMETER_BYTES,
     WIDTH,
     StateJob,
@@ -266,3 +267,23 @@ def test_training_goes_on_after_a_fault_of_the_planner(
     monkeypatch.setattr("elbowroom.plan_cache.make_plan", fail)
     assert_same(run_within(functools.partial(make_job, adamw), profile, mode="auto"), run_plain(JOBS["adamw"]))
     assert "please report this: no such gap" in caplog.text
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_smaller_budget_for_a_step_that_updates_all_parameters_at_once(name: str, profile: HardwareProfile) -> None:
+    plain = run_plain(JOBS[name], 12)
+    job = JOBS[name]()
+    with fit(job, profile, 1 << 30, mode="auto") as room:
+        losses = []
+        for index in range(12):
+            if index == 5:
+                assert room.metrics()["mode"] == "plain"
+                with pytest.raises(Infeasible):
+                    room.set_budget(PARAMETER_BYTES // 8)
+                room.set_budget(BUDGET)
+            with room.step():
+                losses.append(job.step(index))
+        records = room.journal().steps[5:]
+        assert max(record.peak_bytes or 0 for record in records) <= BUDGET
+        assert [record.mode for record in records[-3:]] == [Mode.PLANNED] * 3
+    assert_same(list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}, plain)
