@@ -191,6 +191,8 @@ class SpillQueue:
             TransferFailed: the interpreter is shutting down; or this is the handler of a signal that came in the middle
                 of that transfer, or of one of the same copy.
         """
+        if threading.current_thread() is self._thread:
+            return  # a destructor runs in the queue's thread; the job keeps the storage alive until it has ended
         while job is not None and not job.is_done:
             if self.is_own_thread():
                 if any(each.is_of_copy_of(job) for each in self._running):
