@@ -58,6 +58,7 @@ class CaptureSchedule:
         self._awaited = 0  # steps left
         self._plan: Plan | None = None  # of the last step that has followed one
         self._partly = 0  # steps in a row that have followed it, but for its moves of model state
+        self._whole = 0  # steps in a row that have followed all of it
         self._patience = FIRST_PATIENCE
 
     def is_due(self, step: int, *, knows_some: bool) -> bool:
@@ -98,12 +99,17 @@ class CaptureSchedule:
             is_whole: whether its moves of model state were made to the end. They are not if the optimizer runs other
                 ops than in the captured step, as with another budget, for which it updates other groups.
         """
-        if is_whole or not plan.state:
-            self._partly = 0
-            self._patience = FIRST_PATIENCE
-        else:
-            self._partly = self._partly + 1 if plan is self._plan else 1
+        if plan is not self._plan:
+            self._partly = self._whole = 0
         self._plan = plan
+        if not is_whole and plan.state:
+            self._partly += 1
+            self._whole = 0
+            return
+        self._partly = 0
+        self._whole += 1
+        if self._whole >= self._patience:  # one alone may be the first micro-batch of several
+            self._patience = FIRST_PATIENCE
 
     def is_due_again(self, plan: Plan) -> bool:
         """Return True, once, if steps follow a plan no more to the end, and the next one is captured instead."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import statistics
 from collections import Counter, OrderedDict
@@ -38,6 +39,7 @@ from elbowroom.planner.problem import fit_slices, pose
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.slicing.choice import Slices
 from elbowroom.planning_times import QUICK, SEARCH, PlanningTimes
+from elbowroom.unused_state_plans import LeavesOut, plan_beside_unused
 
 logger = logging.getLogger(__name__)
 
@@ -177,13 +179,17 @@ class PlanCache:
         for step in learned.steps:
             if step.trace.device != self._device.type or self.contains(step.trace):
                 continue
+            is_same = is_same_machine and learned.options == self._planning_options
+            if not is_same and list_unused_state(step.trace):
+                logger.info("a step learned before leaves out state that may stay now")
+                continue
             if not step.count_parameters() <= parameters:
                 logger.info("a step learned before has other parameters, or other shards of them")
                 continue
             is_measured = is_same_machine and step.is_measured
             costs = step.costs if is_same_machine else self.price_step(step.trace, step.costs.trace_digest, None)
             try:
-                if is_same_machine and learned.options == self._planning_options:
+                if is_same:
                     planned = forecast_plan(step.trace, costs, step.plan, self.lease.host_bytes)
                 else:
                     planned = self.plan_step(step.trace, costs)
@@ -203,13 +209,8 @@ class PlanCache:
 
     # -- planning -------------------------------------------------------------------------------------------------
 
-    def add(
-        self, trace: Trace, trace_digest: str, measurements: Measurements | None, *, moves_unused: bool = False
-    ) -> None:
+    def add(self, trace: Trace, trace_digest: str, measurements: Measurements | None, leaves_out: LeavesOut) -> None:
         """Plan a step, which becomes the expected one.
-
-        Args:
-            moves_unused: whether state that the step does not use is away, unless all of the step fits beside it.
 
         Raises:
             Infeasible: no plan fits the budget.
@@ -222,11 +223,8 @@ class PlanCache:
             self._past.add(trace, measurements.op_seconds)
         lost_seconds = self._seen.get(hash(tuple(list_sizes(trace))), 0.0)
         is_one_of_many = bool(self.entries) and lost_seconds < self._times.search_seconds
-        without = leave_out_unused_state(trace, self._config.min_offload_bytes) if moves_unused else trace
-        if without is not trace and keep_all_if_it_fits(trace, costs, self.lease.device_bytes) is None:
-            trace = without
-            costs = dataclasses.replace(costs, trace_digest=digest(trace))
-        planned = self.plan_step(trace, costs, is_quick=is_one_of_many)
+        make = functools.partial(self.plan_step, is_quick=is_one_of_many)
+        planned = plan_beside_unused(make, trace, costs, leaves_out, self.lease, self._config.min_offload_bytes)
         self.entries.insert(0, PlanCacheEntry(planned, source, lost_seconds=lost_seconds))
         del self.entries[MOST_PLANS:]
 

@@ -36,6 +36,7 @@ from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_runner import StepRunner
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.tracing.live import LiveCapture, explain_no_needs
+from elbowroom.unused_state_plans import LeavesOut
 
 
 class StepModes:
@@ -158,7 +159,8 @@ class StepModes:
 
     def _run_planned(self, entry: PlanCacheEntry) -> Iterator[None]:
         self._beside.watch(entry, count_live(self._job, self._ledger, self._pager, entry))
-        self._begin_paging(may_move=entry.planned.candidate.state_schedule is not None or self._is_paging)
+        moves_state = entry.planned.candidate.state_schedule is not None
+        self._begin_paging(may_move=moves_state or self._is_paging, is_planned=moves_state)
         # After planning from fake tensors, and where predictions are wrong, steps are observed op by op.
         measuring = entry.is_measuring(self._job.config.settling_steps)
         meter = self._metering.make(is_detailed=measuring)
@@ -221,10 +223,11 @@ class StepModes:
             self._schedule.note_needs()
             self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
-    def _begin_paging(self, *, may_move: bool) -> None:
+    def _begin_paging(self, *, may_move: bool, is_planned: bool = False) -> None:
         if self._job.optimizer_states.were_replaced():
             self._ledger.adopt(self._job.list_residents())
-        self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move and self._job.moves_state)
+        may_move = may_move and self._job.moves_state
+        self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move, is_planned=is_planned and may_move)
 
     def _run(
         self,
@@ -322,9 +325,9 @@ class StepModes:
         """
         trace_digest = digest(trace)
         try:
-            # What a step does not use may differ from rank to rank.
-            moves_unused = self._pager.is_active and self.agreed is None
-            self._cache.add(trace, trace_digest, measurements, moves_unused=moves_unused)
+            may_leave_out = self._job.moves_state and self.agreed is None  # ranks may use different state
+            leaves_out = LeavesOut.of(may_leave_out, is_watched=self._pager.is_active)
+            self._cache.add(trace, trace_digest, measurements, leaves_out)
         except Infeasible as error:
             if (
                 self._is_paging

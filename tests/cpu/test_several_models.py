@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pathlib
 import weakref
 from typing import Any
 
@@ -189,13 +190,15 @@ def test_plans_know_the_state_of_each_optimizer(kib: int, profile: HardwareProfi
         assert {owners[id(found[each.id])] for each in states if not each.nbytes} == {job.second}
 
 
-def test_the_smallest_budget_leaves_out_what_the_step_does_not_use(profile: HardwareProfile) -> None:
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["", "planned ahead"])
+def test_the_smallest_budget_leaves_out_what_the_step_does_not_use(is_ahead: bool, profile: HardwareProfile) -> None:
     job = Alternation()
     options: dict[str, Any] = {"profile": profile, "min_offload_bytes": 256}
     optimizers = [job.optimizer, job.second]
     nbytes = elbowroom.smallest_budget(job.models, optimizers, lambda: job.step(1), **options)
     assert nbytes < sum(each.nbytes for each in job.teacher.parameters())
-    with elbowroom.fit(job.models, optimizers, nbytes, **options) as room:
+    ahead = {"step": lambda: job.step(1)} if is_ahead else {}
+    with elbowroom.fit(job.models, optimizers, nbytes, **options, **ahead) as room:
         for index in range(1, 5):
             with room.step():
                 job.step(index)
@@ -227,6 +230,50 @@ def test_a_resumed_job_has_unused_state_away(profile: HardwareProfile) -> None:
     for index in (*range(4), *range(6, 9)):
         plain.step(index)
     assert all(torch.equal(one, other) for one, other in zip(plain.list_tensors(), job.list_tensors(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "options"), [(1 << 30, {}), (2 << 20, {"manages": "activations"}), (300 << 10, {"strategy": "tensile"})]
+)
+def test_what_was_learned_with_unused_state_away_is_learned_again_elsewhere(
+    nbytes: int, options: dict[str, Any], profile: HardwareProfile, tmp_path: pathlib.Path
+) -> None:
+    job = Alternation()
+    options = {"profile": profile, "min_offload_bytes": 256} | options
+    optimizers = [job.optimizer, job.second]
+    with elbowroom.fit(job.models, optimizers, 300 << 10, profile=profile, min_offload_bytes=256) as room:
+        for index in range(4):
+            with room.step():
+                job.step(index)
+        learned = room.state_dict()
+    with elbowroom.fit(job.models, optimizers, nbytes, **options) as room:
+        room.load_state_dict(learned)
+        assert room.planned is None
+        for index in range(6, 10):
+            with room.step():
+                job.step(index)
+        if nbytes > 300 << 10:
+            assert room._pager.count_away() == 0
+        torch.save(job.teacher.state_dict(), tmp_path / "teacher.pt")
+        assert room.metrics()["max_peak_bytes"] <= nbytes
+
+
+@pytest.mark.parametrize("every", [3, 4])
+@pytest.mark.parametrize("share", [0.55, 0.7, 0.85])
+def test_updates_every_few_steps_are_not_captured_for_ever(every: int, share: float, profile: HardwareProfile) -> None:
+    job = Distillation()
+    nbytes = int(share * (sum(each.nbytes for each in job.list_tensors()) + 2 * PARAMETER_BYTES // 3))
+    with elbowroom.fit(job.models, job.optimizer, nbytes, profile=profile, min_offload_bytes=256) as room:
+        for index in range(24 * every):
+            with room.step():
+                job.student(make_batch(index)).square().mean().backward()
+                if index % every == every - 1:
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+        records = room.journal().steps
+        assert max(record.peak_bytes or 0 for record in records) <= nbytes
+        last = [record.mode for record in records[len(records) // 2 :]]
+        assert last.count(Mode.CAPTURE) <= 2, last
 
 
 def test_models_beside_the_first_are_not_kept_alive(profile: HardwareProfile) -> None:

@@ -176,8 +176,8 @@ def _describe_steps(journal: Journal, plan: Plan | None, policy: str, manages: s
             decided += f"; state: {_count(len(plan.state), 'gap')} offloaded"
         lines += wrap(f"Plan    {decided} (strategy {plan.strategy})", " " * 8)
     if unused:
-        text = f"Away    {_count(unused, 'block')} of state that the step does not use, not counted below"
-        lines += wrap(text, " " * 8)
+        text = f"{_count(unused, 'block')} of state that the step does not use, if they can leave; not counted below"
+        lines += wrap(f"Away    {text}", " " * 8)
     if manages:
         lines.append(f"Manages {manages}: {_MANAGED[manages]}")
     notes: dict[tuple[Mode, str], list[int]] = {}

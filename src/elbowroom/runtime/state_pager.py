@@ -117,12 +117,13 @@ class StatePager:
 
     # -- what the room calls --------------------------------------------------------------------------------------
 
-    def begin_step(self, budget_bytes: int, *, may_move: bool) -> None:
+    def begin_step(self, budget_bytes: int, *, may_move: bool, is_planned: bool = False) -> None:
         """Begin a step: move state out until what the job holds is within its budget.
 
         Args:
             may_move: whether the step may need state to leave. Ops are watched for that only if so, and if the state is
                 large, or an earlier step had too little room.
+            is_planned: whether the step's plan moves state. Then ops are watched in any case.
         """
         self.budget_bytes = budget_bytes
         self._thread = threading.get_ident()
@@ -135,7 +136,7 @@ class StatePager:
         self.storages.sweep()
         made = self.sections.list_made()  # in every step, since it forgets those that are gone
         self._comes_first = live_bytes + self.count_away() > budget_bytes // 2
-        if missing_bytes > 0 or (may_move and self._is_needed(budget_bytes)):
+        if missing_bytes > 0 or is_planned or (may_move and self._is_needed(budget_bytes)):
             self._activate()
         elif self.is_active and not self.count_away() and not made:
             self._deactivate()
