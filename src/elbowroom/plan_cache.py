@@ -181,8 +181,7 @@ class PlanCache:
                 continue
             is_same = is_same_machine and learned.options == self._planning_options
             if not is_same and list_unused_state(step.trace):
-                logger.info("a step learned before leaves out state that may stay now")
-                continue
+                continue  # it leaves out state that may stay now
             if not step.count_parameters() <= parameters:
                 logger.info("a step learned before has other parameters, or other shards of them")
                 continue
@@ -237,38 +236,43 @@ class PlanCache:
         self.lease = self.lease.replace(budget_bytes)
         self.entries = [PlanCacheEntry(planned, Source.MEASURED, calls=calls, is_agreed=True)]
 
-    def set_budget(self, nbytes: int) -> None:
+    def set_budget(self, nbytes: int, *, regroups: bool = False) -> None:
         """Plan the expected step for another budget, and drop the other plans until their steps recur.
+
+        Args:
+            regroups: whether optimizers update fewer parameters at a time if they have to, and unused state can leave.
 
         Raises:
             Infeasible: no plan fits; the cache is unchanged.
         """
         before, self.lease = self.lease, self.lease.replace(nbytes)
         try:
-            entry, is_larger = self.current, nbytes > before.device_bytes
-            if entry is None or (is_larger and list_unused_state(entry.planned.trace)):
+            entry = self.current
+            if entry is None or (nbytes > before.device_bytes and list_unused_state(entry.planned.trace)):
                 self.entries = []  # the next capture tells whether unused state fits as well
             else:
-                self.entries = self._plan_again(entry)
+                self.entries = self._plan_again(entry, regroups=regroups)
         except BaseException:
             self.lease = before
             raise
         self._ledger.trim()
 
-    def _plan_again(self, entry: PlanCacheEntry) -> list[PlanCacheEntry]:
-        trace, costs = entry.planned.trace, entry.planned.costs
+    def _plan_again(self, entry: PlanCacheEntry, *, regroups: bool) -> list[PlanCacheEntry]:
         self._ledger.trim()
+        trace, costs = entry.planned.trace, entry.planned.costs
         try:
             planned = self.plan_step(trace, costs)
             return [dataclasses.replace(entry, planned=planned, busy_seconds=[], is_proven=False)]
         except Infeasible:
-            if self._config.manages == "everything":
+            if regroups:
                 trace = leave_out_unused_state(trace, self._config.min_offload_bytes)
-            if self.fits_without_plan(trace, digest(trace), None):
+            if self.fits_without_plan(trace, digest(trace), None, regroups=regroups):
                 return []
             raise
 
-    def fits_without_plan(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> bool:
+    def fits_without_plan(
+        self, trace: Trace, trace_digest: str, measurements: Measurements | None, *, regroups: bool = False
+    ) -> bool:
         """Return True if a step that no plan fits may run under a policy, and False if the user chose the strategy."""
         if self._config.strategy != "auto":
             return False
@@ -278,8 +282,8 @@ class PlanCache:
             trace, costs, self.lease.device_bytes, min_offload_bytes=self._config.min_offload_bytes,
             host_bytes=self.lease.host_bytes, manages=Manages(self._config.manages),
         )  # fmt: skip
-        # Optimizers update fewer parameters at a time than in the trace if a step has less memory than that one.
-        if find_peak_beside_updates(trace, problem.floor) <= self.lease.device_bytes:
+        floor_bytes = find_peak_beside_updates(trace, problem.floor) if regroups else problem.floor.peak_bytes
+        if floor_bytes <= self.lease.device_bytes:
             return True
         return fit_slices(problem, Slices.EXACT if self._config.exact else Slices.ANY) is not None
 

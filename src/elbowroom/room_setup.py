@@ -12,6 +12,7 @@ import torch
 from elbowroom.agreed_plans import AgreedPlans
 from elbowroom.errors import Infeasible, TraceError
 from elbowroom.hardware.probe import probe
+from elbowroom.hooks.grouped_step import find_groupable
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.unsharded_weights import note_gathered_weights
 from elbowroom.ir.hardware import HardwareProfile
@@ -50,7 +51,7 @@ def probe_within(job: Job, ledger: Ledger, budget_bytes: int) -> HardwareProfile
     return profile
 
 
-def change_budget(cache: PlanCache, agreed: AgreedPlans | None, held_bytes: int, budget_bytes: int) -> None:
+def change_budget(cache: PlanCache, agreed: AgreedPlans | None, job: Job, held_bytes: int, budget_bytes: int) -> None:
     """Plan for another budget. `held_bytes`: what the job holds between steps.
 
     Raises:
@@ -67,7 +68,8 @@ def change_budget(cache: PlanCache, agreed: AgreedPlans | None, held_bytes: int,
     elif refusal is not None:
         raise refusal
     else:
-        cache.set_budget(budget_bytes)
+        can_group = len(find_groupable(job.optimizers)) == len(job.optimizers)
+        cache.set_budget(budget_bytes, regroups=job.moves_state and can_group)
 
 
 def make_pager(job: Job, transfers: Transfers, ledger: Ledger) -> StatePager:

@@ -287,3 +287,34 @@ def test_a_smaller_budget_for_a_step_that_updates_all_parameters_at_once(name: s
         assert max(record.peak_bytes or 0 for record in records) <= BUDGET
         assert [record.mode for record in records[-3:]] == [Mode.PLANNED] * 3
     assert_same(list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}, plain)
+
+
+class WholeUpdate(torch.optim.Optimizer):
+    """An optimizer that nobody can have update some parameters at a time: it sums over all of them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        flat = torch.cat([each.grad.flatten() for each in parameters])
+        state = self.state[parameters[0]]
+        state["mean"] = state.get("mean", torch.zeros_like(flat)).lerp(flat, 0.1)
+        for each, part in zip(parameters, state["mean"].split([each.numel() for each in parameters]), strict=True):
+            each.sub_(part.view_as(each))
+
+
+@pytest.mark.parametrize("manages", ["activations", "everything"])
+def test_a_budget_that_an_update_cannot_keep_is_refused(manages: str, profile: HardwareProfile) -> None:
+    job = make_job(OPTIMIZERS["adamw foreach"] if manages == "activations" else WholeUpdate)
+    nbytes = 9 * PARAMETER_BYTES // 2 if manages == "activations" else 2 * PARAMETER_BYTES
+    with fit(job, profile, 1 << 30, mode="auto", manages=manages) as room:
+        for index in range(4):
+            with room.step():
+                job.step(index)
+        with pytest.raises(Infeasible):
+            room.set_budget(nbytes)
+        with room.step():
+            job.step(4)
+        assert room.budget_bytes == 1 << 30
