@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WOR
 """Threads of all workers that wait for each other on the same cores take half as long again."""
 
 os.environ.setdefault("ELBOWROOM_OP_TIME_STORE", "0")
+os.environ.setdefault("ELBOWROOM_PROFILE_STORE", "0")
 """What the developer's machine measured before changes no test."""
 
 HERE = pathlib.Path(__file__).parent

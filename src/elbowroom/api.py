@@ -17,7 +17,7 @@ from elbowroom.cost.price import price
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import parse_budget
 from elbowroom.hardware.past_times import PastTimes
-from elbowroom.hardware.probe import probe
+from elbowroom.hardware.profile_store import load_or_probe
 from elbowroom.hooks.several_models import SeveralModels, list_models
 from elbowroom.hooks.sharded import find_sharded, is_sharded
 from elbowroom.ir.hardware import HardwareProfile
@@ -70,7 +70,8 @@ def fit(
             between steps, and which the job awaits; or one of `wait_for_lease`. By default $ELBOWROOM_MEMORY_BUDGET.
         step: function that does one whole training step, captured ahead on fake tensors (nothing runs or changes), so
             that the first step follows a plan. Without it, and where that fails, the first steps run capacity-first.
-        profile: profile of this machine from `probe`; by default measured now, within the budget, in some seconds.
+        profile: profile of this machine from `probe`; by default one that it measured within a day, or one that is
+            measured now, within the budget, in some seconds.
         **options: fields of `elbowroom.config.Config`, such as strategy, spill_folder, host_bytes and manages.
 
     Raises:
@@ -144,7 +145,7 @@ def smallest_budget(
 
     trace = capture_used()
     if profile is None:
-        profile = probe(str(device), spill_folder=config.spill_folder)
+        profile = load_or_probe(str(device), spill_folder=config.spill_folder, is_enabled=config.profile_store)
     past = PastTimes(profile, is_enabled=config.op_time_store).load()
     floor_bytes = sys.maxsize
     for _ in range(MOST_GROUPINGS if managed is Manages.EVERYTHING else 0):

@@ -45,6 +45,8 @@ class Config:
             machine. If not, slices may change the order of a sum: the result is that of gradient accumulation.
         op_time_store: whether to read and write the op times that this machine measured in earlier steps. They are kept
             in the user's cache, and improve plans of steps that have not run yet.
+        profile_store: whether to use a profile of this machine that was measured within a day, and to keep one that is
+            measured, in the user's cache. It saves the seconds that measuring takes.
         least_bytes: with memory_budget="shared", the least bytes within which the first steps run; None to guess from
             the size of the model. Later steps run within their measured floor.
         weight: with memory_budget="shared", the worth of this job's time, relative to other jobs.
@@ -65,6 +67,7 @@ class Config:
     settling_steps: int = 3
     always_watch: bool = False
     op_time_store: bool = True
+    profile_store: bool = True
     manages: str = "everything"
     exact: bool = True
     least_bytes: int | None = None
@@ -129,7 +132,7 @@ def _read_value(name: str, value: object) -> object:
             if not 0 < number < math.inf:
                 raise ValueError(f"{name} is {number}")
             return number
-        if name in ("always_watch", "exact", "op_time_store"):
+        if name in ("always_watch", "exact", "op_time_store", "profile_store"):
             return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:

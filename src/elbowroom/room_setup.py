@@ -11,7 +11,7 @@ import torch
 
 from elbowroom.agreed_plans import AgreedPlans
 from elbowroom.errors import Infeasible, TraceError
-from elbowroom.hardware.probe import probe
+from elbowroom.hardware.profile_store import load_or_probe
 from elbowroom.hooks.grouped_step import find_groupable
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.unsharded_weights import note_gathered_weights
@@ -42,11 +42,14 @@ def join_job(job: Job, ledger: Ledger, budget_bytes: int, *, is_alone: bool) -> 
 
 
 def probe_within(job: Job, ledger: Ledger, budget_bytes: int) -> HardwareProfile:
-    """Measure this machine before the first step, using only memory that the budget leaves beside the model."""
+    """Return the profile of this machine, measured using only memory that the budget leaves beside the model."""
     storages = (each.untyped_storage() for each in job.list_residents() if each.layout is torch.strided)
     held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
     most_bytes = max(0, budget_bytes - held_bytes)
-    profile = probe(str(job.device), spill_folder=job.config.spill_folder, most_bytes=most_bytes)
+    config = job.config
+    profile = load_or_probe(
+        str(job.device), spill_folder=config.spill_folder, most_bytes=most_bytes, is_enabled=config.profile_store
+    )
     ledger.trim()
     return profile
 

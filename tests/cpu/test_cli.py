@@ -144,7 +144,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("elbowroom.cli.commands.probe.find_profile", interrupt)
+    monkeypatch.setattr("elbowroom.cli.commands.probe.measure_machine", interrupt)
     assert "interrupted" in fail(INTERRUPTED, "probe")
 
 
@@ -178,12 +178,12 @@ def test_a_shell_completes_commands_options_and_names() -> None:
 def test_probe(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def probe(device: str, *, spill_folder: str | None, progress: Any) -> HardwareProfile:
+    def probe(device: str, *, spill_folder: str | None, most_bytes: None, progress: Any) -> HardwareProfile:
         told.append(f"{device} {spill_folder}")
         progress("links", 0.5)
         return _paper_machine()
 
-    monkeypatch.setattr("elbowroom.hardware.probe.probe", probe)
+    monkeypatch.setattr("elbowroom.hardware.profile_store.probe", probe)
     target = tmp_path / "profile.json"
     shown = succeed("probe", "--device", "cpu", "--spill-folder", tmp_path, "--output", target)
     assert "paper machine" in shown and "convolution" in shown and "disk" in shown

@@ -72,7 +72,7 @@ def test_tutorial(
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr("elbowroom.room_setup.probe", lambda *_, **__: profile)
-    monkeypatch.setattr("elbowroom.hardware.probe.probe", lambda *_, **__: profile)
+    monkeypatch.setattr("elbowroom.hardware.profile_store.probe", lambda *_, **__: profile)
     monkeypatch.setattr("resource.setrlimit", lambda *_: None)  # the whole process would keep the limit
     commands = list_commands()
     assert len(commands) >= 8
@@ -110,7 +110,7 @@ def test_notebook(
     monkeypatch: pytest.MonkeyPatch, profile: HardwareProfile, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its cells run one after another; no cell holds an output that could be out of date."""
-    monkeypatch.setattr("elbowroom.hardware.probe.probe", lambda *_, **__: profile)
+    monkeypatch.setattr("elbowroom.hardware.profile_store.probe", lambda *_, **__: profile)
     notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
     names: dict[str, object] = {}
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

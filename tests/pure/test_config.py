@@ -49,6 +49,7 @@ def test_every_option_can_come_from_the_environment(monkeypatch: pytest.MonkeyPa
     texts |= {
         "always_watch": "1",
         "op_time_store": "0",
+        "profile_store": "0",
         "exact": "0",
         "manages": "activations",
         "without_broker": "stop",

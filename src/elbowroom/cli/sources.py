@@ -147,15 +147,31 @@ def find_profile(
         TraceError: the file is damaged or of a newer format.
     """
     if hardware == THIS_MACHINE:
-        from elbowroom.hardware.probe import probe
-
-        with terminal.progress("measuring this machine", steady=False) as advance:
-            return probe(device, spill_folder=spill_folder, progress=advance)
+        return measure_machine(terminal, device=device, spill_folder=spill_folder)
     if os.path.exists(hardware) or hardware.endswith((".json", ".gz")) or os.sep in hardware:
         return files.load(HardwareProfile, hardware)
     from elbowroom.hardware.shipped import load_shipped
 
     return load_shipped(hardware)
+
+
+def measure_machine(
+    terminal: Terminal, *, device: str, spill_folder: str | None, is_stored: bool | None = None
+) -> HardwareProfile:
+    """Return the profile of this machine.
+
+    Args:
+        is_stored: whether one that was measured within a day will do; by default as configured.
+
+    Raises:
+        UsageError: it cannot be measured.
+    """
+    from elbowroom.config import read_config
+    from elbowroom.hardware.profile_store import load_or_probe
+
+    is_enabled = read_config().profile_store if is_stored is None else is_stored
+    with terminal.progress("measuring this machine", steady=False) as advance:
+        return load_or_probe(device, spill_folder=spill_folder, progress=advance, is_enabled=is_enabled)
 
 
 def find_costs(terminal: Terminal, trace: Trace, hardware: str, costs_file: pathlib.Path | None) -> Costs:

@@ -52,17 +52,27 @@ def probe(
         UsageError: the device does not exist, CUDA is not available or its memory is in use, or the folder is missing,
             not writable or full.
     """
-    chosen = _choose_device(device)
-    folder = find_temporary() if spill_folder is None else spill_folder
+    chosen, folder = choose_place(device, spill_folder, most_bytes)
     sizes = choose_sizes(chosen.type, most_bytes)
-    check_spill_folder(folder, min(sizes.block_bytes, LINK_BLOCK_BYTES))
-    if name_file_system(folder) == "tmpfs":
-        logger.warning("the spill folder %s is in memory (tmpfs): offloading to it saves no memory", folder)
     announcement = announcing("measuring this machine", steady=False) if progress is None else nullcontext(progress)
-    with announcement as report, _plain_torch(chosen), _scarce_memory(chosen):
+    with announcement as report, plain_torch(chosen), _scarce_memory(chosen):
         profile = _measure(chosen, folder, sizes, report)
         report("done", 1.0)
     return profile
+
+
+def choose_place(device: str, spill_folder: str | None, most_bytes: int | None) -> tuple[torch.device, str]:
+    """Return the device and the spill folder that `probe` measures. Warn if the folder is in memory.
+
+    Raises:
+        UsageError: as for `probe`.
+    """
+    chosen = _choose_device(device)
+    folder = find_temporary() if spill_folder is None else spill_folder
+    check_spill_folder(folder, min(choose_sizes(chosen.type, most_bytes).block_bytes, LINK_BLOCK_BYTES))
+    if name_file_system(folder) == "tmpfs":
+        logger.warning("the spill folder %s is in memory (tmpfs): offloading to it saves no memory", folder)
+    return chosen, folder
 
 
 def _choose_device(device: str) -> torch.device:
@@ -88,7 +98,7 @@ def _choose_device(device: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def _plain_torch(device: torch.device) -> Iterator[None]:
+def plain_torch(device: torch.device) -> Iterator[None]:
     """Return a context in which ops run without the caller's inference, no-grad and autocast modes."""
     with (
         torch.inference_mode(False),
@@ -117,13 +127,13 @@ def _measure(device: torch.device, folder: str, sizes: Sizes, report: Advance) -
     op_latency_seconds = measure_op_latency(device)
     hook_seconds = measure_hook(device)
     rates = measure_rates(device, sizes, lambda what, share: report(what, 0.05 + 0.5 * share))
-    tiers, links = (_measure_cuda if device.type == "cuda" else _measure_cpu)(device, folder, sizes, report)
+    links = (_measure_cuda if device.type == "cuda" else _measure_cpu)(device, folder, sizes, report)
     return HardwareProfile(
         name=name_machine(device),
         device=device.type,
         isa=find_isa() if device.type == "cpu" else "",
         rates=rates,
-        tiers=tiers,
+        tiers=list_capacities(device, folder),
         links=links,
         op_latency_seconds=op_latency_seconds,
         hook_seconds=hook_seconds,
@@ -132,24 +142,16 @@ def _measure(device: torch.device, folder: str, sizes: Sizes, report: Advance) -
     )
 
 
-def _measure_cpu(
-    device: torch.device, folder: str, sizes: Sizes, report: Advance
-) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
+def _measure_cpu(device: torch.device, folder: str, sizes: Sizes, report: Advance) -> tuple[Link, ...]:
     report("link ram to disk", 0.55)
     link = measure_disk_link(
         "ram", folder, block_bytes=min(sizes.block_bytes, LINK_BLOCK_BYTES), fresh_blocks=True,
         compute=_mixed_work(device, sizes), device=device,
     )  # fmt: skip
-    tiers = (
-        Tier(name="ram", capacity_bytes=_memory_bytes()),
-        Tier(name="disk", capacity_bytes=shutil.disk_usage(folder).free),
-    )
-    return tiers, (link,)
+    return (link,)
 
 
-def _measure_cuda(
-    device: torch.device, folder: str, sizes: Sizes, report: Advance
-) -> tuple[tuple[Tier, ...], tuple[Link, ...]]:
+def _measure_cuda(device: torch.device, folder: str, sizes: Sizes, report: Advance) -> tuple[Link, ...]:
     compute, block_bytes = _mixed_work(device, sizes), min(sizes.block_bytes, LINK_BLOCK_BYTES)
     report("link device to host", 0.55)
     upper = measure_device_link(device, block_bytes, compute)
@@ -157,12 +159,17 @@ def _measure_cuda(
     lower = measure_disk_link(
         "host", folder, block_bytes=block_bytes, fresh_blocks=False, compute=compute, device=device
     )
-    tiers = (
-        Tier(name="device", capacity_bytes=int(torch.cuda.get_device_properties(device).total_memory)),
-        Tier(name="host", capacity_bytes=_memory_bytes()),
-        Tier(name="disk", capacity_bytes=shutil.disk_usage(folder).free),
-    )
-    return tiers, (upper, lower)
+    return upper, lower
+
+
+def list_capacities(device: torch.device, folder: str) -> tuple[Tier, ...]:
+    """Return the tiers of a machine, the device's memory first. The capacity of the disk is its free space."""
+    disk = Tier(name="disk", capacity_bytes=shutil.disk_usage(folder).free)
+    if device.type == "cpu":
+        return Tier(name="ram", capacity_bytes=_memory_bytes()), disk
+    device_bytes = int(torch.cuda.get_device_properties(device).total_memory)
+    host = Tier(name="host", capacity_bytes=_memory_bytes())
+    return Tier(name="device", capacity_bytes=device_bytes), host, disk
 
 
 def _mixed_work(device: torch.device, sizes: Sizes) -> Callable[[], None]:

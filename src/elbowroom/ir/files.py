@@ -26,6 +26,7 @@ from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.json_text import ABSENT, JsonText
+from elbowroom.ir.measured_profile import MeasuredProfile
 from elbowroom.ir.network import Network
 from elbowroom.ir.op_times import OpTimes
 from elbowroom.ir.plan import Plan
@@ -42,6 +43,7 @@ _FORMATS: dict[type, str] = {
     Journal: "elbowroom.journal",
     OpTimes: "elbowroom.op_times",
     Network: "elbowroom.network",
+    MeasuredProfile: "elbowroom.measured_profile",
 }
 
 _ORIGIN = {"module": None, "line": ""}

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -81,8 +80,7 @@ def capture_fake(
         DataDependentOutputException,
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,
-        GuardOnDataDependentSymNode,
-        RuntimeError,
+        RuntimeError,  # GuardOnDataDependentSymNode, too
         NotImplementedError,
         AssertionError,
     ) as error:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elbowroom.cli.parameters import Json, Output, SpillFolder
-from elbowroom.cli.sources import THIS_MACHINE, check_writable, find_profile, save
+from elbowroom.cli.sources import check_writable, measure_machine, save
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.ir.files import to_json
 from elbowroom.ir.hardware import HardwareProfile
@@ -30,7 +30,7 @@ def probe(
     """Measure this machine: compute rates, memory, and the links between its tiers (about ten seconds)."""
     with open_terminal(as_json) as terminal:
         check_writable(output)
-        profile = find_profile(terminal, THIS_MACHINE, device=device, spill_folder=spill_folder)
+        profile = measure_machine(terminal, device=device, spill_folder=spill_folder, is_stored=False)
         written = save(profile, output)
         rates = Table("kind", "dtype", "rate", box=None, pad_edge=False, header_style="bold")
         for rate in profile.rates:
