@@ -154,7 +154,7 @@ class AgreedPlans:
         entry = self._cache.current
         if step.measurements is None and entry is not None and entry.planned.trace is step.trace:
             return entry.planned.costs
-        return self._cache.price_step(step.trace, digest(step.trace), step.measurements)
+        return self._cache.planner.price(step.trace, digest(step.trace), step.measurements)
 
     def _make_offer(self, trace: Trace | None, costs: Costs | None, budget_bytes: int, *, goes_without: bool) -> Offer:
         if trace is None or costs is None:
@@ -205,15 +205,13 @@ class AgreedPlans:
 
     def _answer(self, terms: Terms, trace: Trace, costs: Costs) -> dict[str, Any]:
         """Plan for all ranks. Failures are answers, too."""
-        before, self._cache.lease = self._cache.lease, self._cache.lease.replace(terms.budget_bytes)
+        planner, lease = self._cache.planner, self._cache.lease.replace(terms.budget_bytes)
         try:
-            planned = self._cache.plan_step(trace, costs)
+            planned = planner.plan(trace, costs, lease)
         except Infeasible as error:
-            if terms.goes_without or self._cache.fits_without_plan(trace, costs.trace_digest, None):
+            if terms.goes_without or planner.fits_without_plan(trace, costs.trace_digest, None, lease):
                 return {"why": f"steps like this one run without a plan, in slices if need be. No plan fits: {error}"}
             return {"infeasible": _pack(error)}
-        finally:
-            self._cache.lease = before
         step = {"trace": to_json(trace), "costs": to_json(planned.costs), "plan": to_json(planned.plan)}
         return {"step": step, "digest": _digest_plan(planned.plan)}
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from elbowroom.errors import Infeasible
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.digest import digest
 from elbowroom.ir.outside import count_outside, set_outside
@@ -134,9 +133,7 @@ class BytesBeside:
         """Plan a step beside so many bytes. Return whether a plan fits; otherwise the former one stays."""
         trace = set_outside(entry.planned.trace, base_bytes)
         costs = dataclasses.replace(entry.planned.costs, trace_digest=digest(trace))
-        try:
-            entry.replace(self._cache.plan_step(trace, costs))
-        except Infeasible:
-            return False
-        logger.info("%s: planned again beside %d bytes", trace.name, base_bytes)
-        return True
+        is_planned = self._cache.plan_again(entry, trace, costs)
+        if is_planned:
+            logger.info("%s: planned again beside %d bytes", trace.name, base_bytes)
+        return is_planned

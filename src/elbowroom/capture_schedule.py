@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from elbowroom.errors import Infeasible, TraceError
+from elbowroom.errors import Infeasible
 from elbowroom.ir.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -29,13 +29,6 @@ NO_PLAN = "no plan fits the budget, so ops run in slices if need be"
 def explain_no_plan(error: Infeasible) -> str:
     """Return why steps run without a plan that can run in slices."""
     return f"steps like this one run without a plan, in slices if need be. No plan fits: {error}"
-
-
-def explain_fault(error: TraceError) -> str:
-    """Return why steps run without a plan after a fault of the planner, which must not end the user's training."""
-    return (
-        f"steps like this one run without a plan, in slices if need be. The planner failed; please report this: {error}"
-    )
 
 
 class CaptureSchedule:

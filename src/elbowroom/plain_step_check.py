@@ -7,6 +7,7 @@ from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache
 from elbowroom.plan_cache_entry import PlanCacheEntry
 from elbowroom.running_step import may_attach_later
+from elbowroom.runtime.state_pager import StatePager
 
 AMPLE = 2
 """Steps of any kind run unwatched while there is room for so many times the growth of the largest one so far."""
@@ -19,13 +20,17 @@ class PlainStepCheck:
         cache: of the room's plans.
         ledger: counts the bytes of the room.
         metering: knows the growth of the steps so far.
+        pager: knows the model state that is away, which such a step would bring back.
         always_watch: whether every step is watched.
     """
 
-    def __init__(self, cache: PlanCache, ledger: Ledger, metering: Metering, *, always_watch: bool) -> None:
+    def __init__(
+        self, cache: PlanCache, ledger: Ledger, metering: Metering, pager: StatePager, *, always_watch: bool
+    ) -> None:
         self._cache = cache
         self._ledger = ledger
         self._metering = metering
+        self._pager = pager
         self._always_watch = always_watch
 
     def fits(self, entry: PlanCacheEntry) -> bool:
@@ -41,4 +46,4 @@ class PlainStepCheck:
         return self._has_room(AMPLE * growth_bytes) and may_attach_later(self._ledger)
 
     def _has_room(self, nbytes: int) -> bool:
-        return self._ledger.has_room(nbytes, self._cache.lease.device_bytes)
+        return self._ledger.has_room(nbytes + self._pager.count_away(), self._cache.lease.device_bytes)

@@ -1,8 +1,7 @@
-"""Caches the plans of a room, one per recurring kind of step, most recently used first."""
+"""Caches the plans of a room's steps, one per recurring kind of step, most recently used first."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -10,35 +9,21 @@ import statistics
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-import torch
-
-from elbowroom.compilation import ENOUGH, LoopCompiler
-from elbowroom.config import Config
 from elbowroom.cost.prediction_check import is_off
-from elbowroom.cost.price import price
 from elbowroom.cost.recordings import leave_out_replays, smooth_recordings
 from elbowroom.errors import Infeasible
-from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hooks.input_guard import Inputs
-from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.digest import digest
-from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import StepRecord
-from elbowroom.ir.learned import LearnedStep, LearnedSteps, PlanningOptions
+from elbowroom.ir.learned import LearnedStep, LearnedSteps
 from elbowroom.ir.lease import Lease
-from elbowroom.ir.plan import Plan
-from elbowroom.ir.trace import Trace, release_unneeded
+from elbowroom.ir.trace import Trace
 from elbowroom.ir.unused_state import leave_out_unused_state, list_unused_state
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.planned_step import PlannedStep, forecast_plan
-from elbowroom.planner.optimizer_parts import find_peak_beside_updates
-from elbowroom.planner.options import Manages
-from elbowroom.planner.plain import keep_all_if_it_fits
-from elbowroom.planner.problem import fit_slices, pose
-from elbowroom.planner.problem import plan as make_plan
-from elbowroom.planner.slicing.choice import Slices
-from elbowroom.planning_times import QUICK, SEARCH, PlanningTimes
+from elbowroom.planner_faults import keeping_plan
+from elbowroom.step_planner import StepPlanner
 from elbowroom.unused_state_plans import LeavesOut, plan_beside_unused
 
 logger = logging.getLogger(__name__)
@@ -63,34 +48,24 @@ STEADY = 16
 
 
 class PlanCache:
-    """Plans steps, caches the plans, and detects which steps recur.
+    """Caches the plans of steps, and detects which steps recur.
 
     Args:
         lease: limits of the job.
-        config, device: of the room.
-        profile: of this machine.
-        ledger: returns the pages of free memory to the system, since planning itself takes memory.
+        planner: makes the plans.
 
     Attributes:
         lease: the current one; `set_budget` replaces it.
-        profile: as given.
+        planner: as given.
         entries: most recently used first.
     """
 
-    def __init__(
-        self, lease: Lease, config: Config, device: torch.device, profile: HardwareProfile, ledger: Ledger
-    ) -> None:
-        self._config = config
-        self._device = device
-        self._ledger = ledger
+    def __init__(self, lease: Lease, planner: StepPlanner) -> None:
         self.lease = lease
-        self.profile = profile
+        self.planner = planner
         self.entries: list[PlanCacheEntry] = []
-        self._past = PastTimes(profile, is_enabled=config.op_time_store)
         self._seen: OrderedDict[int, float] = OrderedDict()  # seconds that plans would have saved
-        self._times = PlanningTimes(config.strategy)
         self._steady = STEADY
-        self._loops = LoopCompiler(starts=config.mode != "dynamic")
 
     @property
     def current(self) -> PlanCacheEntry | None:
@@ -101,10 +76,6 @@ class PlanCache:
     def varies(self) -> bool:
         """True if recent steps were of several kinds."""
         return self._steady < STEADY
-
-    def close(self) -> None:
-        """Plan no more steps."""
-        self._loops.stop()
 
     # -- hits and misses -----------------------------------------------------------------------------------------
 
@@ -132,7 +103,7 @@ class PlanCache:
         self._seen[key] = seconds
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
-        return former_seconds is not None and seconds >= self._times.quick_seconds
+        return former_seconds is not None and seconds >= self.planner.times.quick_seconds
 
     def improve(self, entry: PlanCacheEntry, record: StepRecord) -> None:
         """Search for a better plan than one that was made quickly, once it may have lost as much time as that takes.
@@ -140,12 +111,12 @@ class PlanCache:
         Args:
             record: of a step that followed the plan.
         """
-        if not self._times.is_quick(entry.planned.plan) or entry.source is not Source.MEASURED:
+        if not self.planner.times.is_quick(entry.planned.plan) or entry.source is not Source.MEASURED:
             return
         entry.lost_seconds += _count_lost_seconds(record)
-        if entry.lost_seconds >= self._times.search_seconds:
+        if entry.lost_seconds >= self.planner.times.search_seconds:
             entry.lost_seconds = 0.0
-            entry.adopt(self.plan_step(entry.planned.trace, entry.planned.costs))
+            self.plan_again(entry, entry.planned.trace, entry.planned.costs)
 
     def contains(self, trace: Trace) -> bool:
         """Return True if there is a plan for steps with the same saves and ops."""
@@ -164,7 +135,7 @@ class PlanCache:
             LearnedStep(each.planned.trace, each.planned.costs, each.planned.plan, each.source is not Source.ESTIMATED)
             for each in self.entries
         )
-        return LearnedSteps(self._planning_options, steps, self._past.export())
+        return LearnedSteps(self.planner.describe(self.lease), steps, self.planner.past.export())
 
     def adopt_learned(self, learned: LearnedSteps, parameters: Counter[int]) -> None:
         """Add kinds of step that another room has learned. Costs of another machine are estimated anew, and plans for
@@ -173,20 +144,20 @@ class PlanCache:
         Args:
             parameters: how many of the model have how many bytes. A step with others is left out.
         """
-        is_same_machine = learned.op_times.machine == self._past.machine
+        is_same_machine = learned.op_times.machine == self.planner.past.machine
         if is_same_machine:
-            self._past.add_seconds({each.key: each.seconds for each in learned.op_times.times})
+            self.planner.past.add_seconds({each.key: each.seconds for each in learned.op_times.times})
         for step in learned.steps:
-            if step.trace.device != self._device.type or self.contains(step.trace):
+            if step.trace.device != self.planner.device.type or self.contains(step.trace):
                 continue
-            is_same = is_same_machine and learned.options == self._planning_options
+            is_same = is_same_machine and learned.options == self.planner.describe(self.lease)
             if not is_same and list_unused_state(step.trace):
                 continue  # it leaves out state that may stay now
             if not step.count_parameters() <= parameters:
                 logger.info("a step learned before has other parameters, or other shards of them")
                 continue
             is_measured = is_same_machine and step.is_measured
-            costs = step.costs if is_same_machine else self.price_step(step.trace, step.costs.trace_digest, None)
+            costs = step.costs if is_same_machine else self.planner.price(step.trace, step.costs.trace_digest, None)
             try:
                 if is_same:
                     planned = forecast_plan(step.trace, costs, step.plan, self.lease.host_bytes)
@@ -199,13 +170,6 @@ class PlanCache:
             self.entries.append(PlanCacheEntry(planned, source, is_seen=False))
         del self.entries[MOST_PLANS:]
 
-    @property
-    def _planning_options(self) -> PlanningOptions:
-        config, lease = self._config, self.lease
-        return PlanningOptions(
-            lease.device_bytes, lease.host_bytes, config.strategy, config.manages, config.min_offload_bytes
-        )
-
     # -- planning -------------------------------------------------------------------------------------------------
 
     def add(self, trace: Trace, trace_digest: str, measurements: Measurements | None, leaves_out: LeavesOut) -> None:
@@ -214,16 +178,15 @@ class PlanCache:
         Raises:
             Infeasible: no plan fits the budget.
         """
-        self._ledger.trim()
-        costs = self.price_step(trace, trace_digest, measurements)
+        costs = self.planner.price(trace, trace_digest, measurements)
         source = Source.ESTIMATED
-        if measurements is not None and not self._loops.is_pending:  # beside a compiling process ops take longer
+        if measurements is not None and not self.planner.is_beside_compiler:
             source = Source.MEASURED
-            self._past.add(trace, measurements.op_seconds)
+            self.planner.past.add(trace, measurements.op_seconds)
         lost_seconds = self._seen.get(hash(tuple(list_sizes(trace))), 0.0)
-        is_one_of_many = bool(self.entries) and lost_seconds < self._times.search_seconds
+        is_one_of_many = bool(self.entries) and lost_seconds < self.planner.times.search_seconds
         make = functools.partial(self.plan_step, is_quick=is_one_of_many)
-        planned = plan_beside_unused(make, trace, costs, leaves_out, self.lease, self._config.min_offload_bytes)
+        planned = plan_beside_unused(make, trace, costs, leaves_out, self.lease, self.planner.config.min_offload_bytes)
         self.entries.insert(0, PlanCacheEntry(planned, source, lost_seconds=lost_seconds))
         del self.entries[MOST_PLANS:]
 
@@ -255,37 +218,18 @@ class PlanCache:
         except BaseException:
             self.lease = before
             raise
-        self._ledger.trim()
 
     def _plan_again(self, entry: PlanCacheEntry, *, regroups: bool) -> list[PlanCacheEntry]:
-        self._ledger.trim()
         trace, costs = entry.planned.trace, entry.planned.costs
         try:
             planned = self.plan_step(trace, costs)
             return [dataclasses.replace(entry, planned=planned, busy_seconds=[], is_proven=False)]
         except Infeasible:
             if regroups:
-                trace = leave_out_unused_state(trace, self._config.min_offload_bytes)
-            if self.fits_without_plan(trace, digest(trace), None, regroups=regroups):
+                trace = leave_out_unused_state(trace, self.planner.config.min_offload_bytes)
+            if self.planner.fits_without_plan(trace, digest(trace), None, self.lease, regroups=regroups):
                 return []
             raise
-
-    def fits_without_plan(
-        self, trace: Trace, trace_digest: str, measurements: Measurements | None, *, regroups: bool = False
-    ) -> bool:
-        """Return True if a step that no plan fits may run under a policy, and False if the user chose the strategy."""
-        if self._config.strategy != "auto":
-            return False
-        trace = release_unneeded(trace)
-        costs = self.price_step(trace, trace_digest, measurements)
-        problem = pose(
-            trace, costs, self.lease.device_bytes, min_offload_bytes=self._config.min_offload_bytes,
-            host_bytes=self.lease.host_bytes, manages=Manages(self._config.manages),
-        )  # fmt: skip
-        floor_bytes = find_peak_beside_updates(trace, problem.floor) if regroups else problem.floor.peak_bytes
-        if floor_bytes <= self.lease.device_bytes:
-            return True
-        return fit_slices(problem, Slices.EXACT if self._config.exact else Slices.ANY) is not None
 
     def replan(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Replan a step with measured costs of its ops.
@@ -294,10 +238,10 @@ class PlanCache:
             Infeasible: no plan fits the budget.
         """
         trace, digest = entry.planned.trace, entry.planned.costs.trace_digest
-        self._past.add(trace, measurements.op_seconds)
+        self.planner.past.add(trace, measurements.op_seconds)
         measurements = leave_out_replays(trace, entry.planned.plan, measurements)
-        costs = price(trace, self.profile, measurements, trace_digest=digest)
-        entry.adopt(self.plan_step(trace, costs, is_quick=self._times.is_quick(entry.planned.plan)))
+        costs = self.planner.price(trace, digest, measurements)
+        entry.adopt(self.plan_step(trace, costs, is_quick=self.planner.times.is_quick(entry.planned.plan)))
 
     def record_again(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Record another measurement of a step whose prediction is doubted.
@@ -313,7 +257,7 @@ class PlanCache:
         if not is_off(smoothed.step_seconds - smoothed.stall_seconds, entry.predicted_seconds):
             return
         logger.info("%s: steps take another time than predicted, and are planned again", entry.planned.trace.name)
-        with contextlib.suppress(Infeasible):  # the present plan fits
+        with keeping_plan():
             self.replan(entry, smoothed)
 
     def calibrate_time(self, entry: PlanCacheEntry, record: StepRecord) -> None:
@@ -323,7 +267,7 @@ class PlanCache:
         first ones may be faster than predicted, since a captured step runs in cold memory; after them the corrected
         forecast is the prediction. Where the host does not wait for ops, its time only tells when it sets the pace.
         """
-        waits = self._device.type == "cpu"
+        waits = self.planner.device.type == "cpu"
         seconds = record.seconds - record.stall_seconds
         if not waits:
             seconds = max(seconds, entry.predicted_seconds)
@@ -344,46 +288,16 @@ class PlanCache:
             if len(entry.busy_seconds) > STEPS_THAT_SET_THE_PACE:
                 entry.predicted_seconds = entry.planned.busy_seconds
 
-    def price_step(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> Costs:
-        """Return the costs of a step on this machine."""
-        past = self._past.load() if measurements is None else None
-        return price(trace, self.profile, measurements, trace_digest=trace_digest, past=past)
-
     def plan_step(self, trace: Trace, costs: Costs, *, is_quick: bool = False) -> PlannedStep:
-        """Return a step with a plan for the present limits.
+        """Return a step with a plan for the present limits. Arguments and errors: as for `StepPlanner.plan`."""
+        return self.planner.plan(trace, costs, self.lease, is_quick=is_quick)
 
-        Args:
-            is_quick: whether the strategy `auto` gives way to one that takes a hundredth of its time.
-
-        Raises:
-            Infeasible: no plan fits.
-        """
-        config = self._config
-        plan = None
-        if config.strategy == SEARCH:
-            plan = keep_all_if_it_fits(trace, costs, self.lease.device_bytes)
-            if plan is None and is_quick:
-                with contextlib.suppress(Infeasible):
-                    plan = self._make_plan(trace, costs, QUICK)
-        if plan is None:
-            plan = self._make_plan(trace, costs, config.strategy)
-        planned = forecast_plan(trace, costs, plan, self.lease.host_bytes)
-        self._ledger.trim()
-        logger.info(
-            "%s: forecast peak %d of %d bytes, %d decisions by %s",
-            trace.name, planned.forecast.peak_bytes, self.lease.device_bytes, len(plan.decisions), plan.strategy
-        )  # fmt: skip
-        return planned
-
-    def _make_plan(self, trace: Trace, costs: Costs, strategy: str) -> Plan:
-        config = self._config
-        self._loops.wait(share=ENOUGH if strategy == SEARCH else 1.0)
-        with self._times.measure(strategy):
-            return make_plan(
-                trace, costs, self.lease.device_bytes, strategy=strategy,
-                min_offload_bytes=config.min_offload_bytes, host_bytes=self.lease.host_bytes, manages=config.manages,
-                slices=Slices.NONE,
-            )  # fmt: skip
+    def plan_again(self, entry: PlanCacheEntry, trace: Trace, costs: Costs) -> bool:
+        """Plan a step again, for other costs or with more time. Return whether it has a new plan."""
+        before = entry.planned
+        with keeping_plan():
+            entry.replace(self.plan_step(trace, costs))
+        return entry.planned is not before
 
 
 def _count_lost_seconds(record: StepRecord) -> float:

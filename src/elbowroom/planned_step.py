@@ -53,7 +53,7 @@ class PlannedStep:
         }
         return render_table(f"Elbowroom: {self.trace.name} on {self.trace.device}", figures)
 
-    @property
+    @functools.cached_property
     def is_plain(self) -> bool:
         """True if the plan moves nothing, and needs no unused state to be away."""
         return not (self.plan.decisions or self.plan.state or list_unused_state(self.trace))

@@ -39,6 +39,7 @@ from elbowroom.runtime.factory import open_transfers
 from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.shared_lease import SharedLease
 from elbowroom.step_modes import StepModes
+from elbowroom.step_planner import StepPlanner
 from elbowroom.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,8 @@ class Room:
                 budget_bytes = ranks.budget_bytes
             profile = profile or probe_within(job, self._ledger, budget_bytes)
             lease = Lease(device_bytes=budget_bytes, host_bytes=config.host_bytes)
-            self._cache = PlanCache(lease, config, device, profile, self._ledger)
-            undoing.callback(self._cache.close)
+            self._cache = PlanCache(lease, planner := StepPlanner(config, device, profile, self._ledger))
+            undoing.callback(planner.close)
             self._transfers = open_transfers(device, config.spill_folder, lease.host_bytes)
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
@@ -100,7 +101,7 @@ class Room:
             )
             self._ledger.adopt(job.list_residents())
             if step is not None and config.mode != "dynamic":
-                plan_ahead(job, self._pager, self._modes, budget_bytes, step)
+                plan_ahead(job, self._pager, self._modes.captured, budget_bytes, step)
             undoing.pop_all()
         if device.type == "cuda":
             cut_blocks_to_size()
@@ -115,7 +116,7 @@ class Room:
     @property
     def profile(self) -> HardwareProfile:
         """Profile of this machine that steps are planned with."""
-        return self._cache.profile
+        return self._cache.planner.profile
 
     @property
     def planned(self) -> PlannedStep | None:
@@ -214,6 +215,7 @@ class Room:
         except Infeasible as error:
             advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
             raise
+        self._ledger.trim()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the room has learned, for a checkpoint: its plans, and the op times of this machine.
@@ -329,24 +331,17 @@ class Room:
         Raises:
             UsageError: there is no such table, or the depth is invalid.
         """
-        planned = self.planned
-        if planned is None:
-            return summarize(
-                budget_bytes=self.budget_bytes,
-                journal=self.journal(),
-                manages=self.config.manages,
-                by=by,
-                depth=depth,
-                sliced=self._sliced_ops.counts,
-                inexact=self._sliced_ops.inexact,
-            )
-        host_bytes = self._cache.lease.host_bytes
-        bound_seconds = bound_plan(planned.trace, planned.costs, planned.plan, host_bytes)
+        forecast: dict[str, Any] = {}
+        if (planned := self.planned) is not None:
+            host_bytes = self._cache.lease.host_bytes
+            forecast = {
+                "trace": planned.trace, "costs": planned.costs, "plan": planned.plan, "forecast": planned.forecast,
+                "bound_seconds": bound_plan(planned.trace, planned.costs, planned.plan, host_bytes),
+                "host_bytes": host_bytes,
+            }  # fmt: skip
         return summarize(
-            budget_bytes=self.budget_bytes, journal=self.journal(), trace=planned.trace, costs=planned.costs,
-            plan=planned.plan, forecast=planned.forecast, bound_seconds=bound_seconds, manages=self.config.manages,
-            host_bytes=host_bytes, by=by, depth=depth, sliced=self._sliced_ops.counts,
-            inexact=self._sliced_ops.inexact,
+            budget_bytes=self.budget_bytes, journal=self.journal(), manages=self.config.manages, by=by, depth=depth,
+            sliced=self._sliced_ops.counts, inexact=self._sliced_ops.inexact, **forecast,
         )  # fmt: skip
 
     def save_run(self, path: str | os.PathLike[str]) -> None:
@@ -382,7 +377,7 @@ class Room:
         if self._modes.agreed is not None:
             self._modes.agreed.close()
         remove_mark(self._job.model)
-        self._cache.close()
+        self._cache.planner.close()
         self._transfers.close()
         self._ledger.close()
         if self._shared is not None:

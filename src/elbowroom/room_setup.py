@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from elbowroom.agreed_plans import AgreedPlans
+from elbowroom.captured_steps import CapturedSteps
 from elbowroom.errors import Infeasible, TraceError
 from elbowroom.hardware.profile_store import load_or_probe
 from elbowroom.hooks.grouped_step import find_groupable
@@ -22,7 +23,6 @@ from elbowroom.ranks.ranks import Ranks, find_members, join_ranks
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_storages import load_native
 from elbowroom.runtime.transfers import Transfers
-from elbowroom.step_modes import StepModes
 from elbowroom.tracing.fake import capture_fake
 
 logger = logging.getLogger("elbowroom.room")
@@ -82,7 +82,9 @@ def make_pager(job: Job, transfers: Transfers, ledger: Ledger) -> StatePager:
     return StatePager(job.device, list_state, optimizers, transfers, ledger, job.config.min_offload_bytes)
 
 
-def plan_ahead(job: Job, pager: StatePager, modes: StepModes, budget_bytes: int, step: Callable[[], Any]) -> None:
+def plan_ahead(
+    job: Job, pager: StatePager, captured: CapturedSteps, budget_bytes: int, step: Callable[[], Any]
+) -> None:
     """Plan a step that has not run. If it cannot be captured, warn.
 
     Raises:
@@ -99,5 +101,5 @@ def plan_ahead(job: Job, pager: StatePager, modes: StepModes, budget_bytes: int,
         return
     if not trace.needs:
         return  # nothing to plan, and nothing to recognize the step by
-    if why := modes.plan(trace, None):
+    if why := captured.plan(trace, None):
         logger.warning("%s", why)

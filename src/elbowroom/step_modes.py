@@ -5,27 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 
 from elbowroom.advice import complete
-from elbowroom.agreed_plans import AgreedPlans, CapturedStep
+from elbowroom.agreed_plans import AgreedPlans
 from elbowroom.bytes_beside import BytesBeside, count_live
-from elbowroom.capture_schedule import NO_PLAN, CaptureSchedule, explain_fault, explain_no_plan
-from elbowroom.errors import Infeasible, MemoryRefused, Thrashing, TraceError
+from elbowroom.capture_schedule import CaptureSchedule
+from elbowroom.captured_steps import CapturedSteps
+from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
 from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.hooks.cuda_ledger import CudaLedger
-from elbowroom.hooks.input_guard import Inputs
 from elbowroom.hooks.meter import Meter
-from elbowroom.ir.costs import Measurements
-from elbowroom.ir.digest import digest
 from elbowroom.ir.journal import Mode, StepRecord
-from elbowroom.ir.trace import Trace
 from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plain_step_check import PlainStepCheck
-from elbowroom.plan_cache import PlanCache, list_sizes
-from elbowroom.plan_cache_entry import PlanCacheEntry, Source
+from elbowroom.plan_cache import PlanCache
+from elbowroom.plan_cache_entry import PlanCacheEntry
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.between_steps import BetweenSteps
@@ -36,11 +32,10 @@ from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_runner import StepRunner
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.tracing.live import LiveCapture, explain_no_needs
-from elbowroom.unused_state_plans import LeavesOut
 
 
 class StepModes:
-    """Chooses the mode of each step, runs it, and plans captured steps.
+    """Chooses the mode of each step and runs it.
 
     Args:
         job, cache, metering: of the room.
@@ -52,6 +47,7 @@ class StepModes:
 
     Attributes:
         agreed: as given.
+        captured: plans captured steps.
     """
 
     def __init__(
@@ -74,7 +70,8 @@ class StepModes:
         self._between_steps = BetweenSteps(ledger, pager)
         self.agreed = agreed
         self._schedule = CaptureSchedule()
-        self._plain_check = PlainStepCheck(cache, ledger, metering, always_watch=job.config.always_watch)
+        self.captured = CapturedSteps(job, cache, metering, pager, sliced_ops, self._schedule, agreed)
+        self._plain_check = PlainStepCheck(cache, ledger, metering, pager, always_watch=job.config.always_watch)
         self._beside = BytesBeside(cache)
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
         self._running: RunningStep | None = None
@@ -104,7 +101,7 @@ class StepModes:
                 if entry is not None:
                     self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
                 yield from self._choose(entry)
-                if agreed is not None and agreed.is_due and agreed.settle(goes_without=self._is_paging):
+                if agreed is not None and agreed.is_due and agreed.settle(goes_without=self.captured.is_paging):
                     self._schedule.note_success()
             except (Infeasible, MemoryRefused, Thrashing) as error:
                 if isinstance(error, Infeasible):
@@ -133,9 +130,10 @@ class StepModes:
             return self._run_capture()
         if entry is None:
             return self._run_dynamic(self._schedule.reason)
-        if entry.planned.is_plain and self._plain_check.fits(entry):
+        awaits_state = not self._job.first_updates.are_over() and self._pager.is_needed(self._cache.lease.device_bytes)
+        if entry.planned.is_plain and not awaits_state and self._plain_check.fits(entry):
             return self._run_plain(entry)
-        return self._run_planned(entry)
+        return self._run_planned(entry, awaits_state=awaits_state)
 
     # -- modes ----------------------------------------------------------------------------------------------------
 
@@ -157,10 +155,15 @@ class StepModes:
         if peak_bytes > self._cache.lease.device_bytes:  # on CUDA, where the ledger does not ask for room
             self._cache.remove(entry)
 
-    def _run_planned(self, entry: PlanCacheEntry) -> Iterator[None]:
-        self._beside.watch(entry, count_live(self._job, self._ledger, self._pager, entry))
+    def _run_planned(self, entry: PlanCacheEntry, *, awaits_state: bool) -> Iterator[None]:
+        """Run a step by its plan. `awaits_state`: an optimizer may update for the first time, and make its state."""
+        live_bytes = count_live(self._job, self._ledger, self._pager, entry)
+        self._beside.watch(entry, live_bytes)
         moves_state = entry.planned.candidate.state_schedule is not None
-        self._begin_paging(may_move=moves_state or self._is_paging, is_planned=moves_state)
+        is_over = entry.planned.count_spare_bytes(self._cache.lease.device_bytes, live_bytes) < 0
+        self._begin_paging(
+            may_move=moves_state or awaits_state or is_over or self.captured.is_paging, is_planned=moves_state
+        )
         # After planning from fake tensors, and where predictions are wrong, steps are observed op by op.
         measuring = entry.is_measuring(self._job.config.settling_steps)
         meter = self._metering.make(is_detailed=measuring)
@@ -173,9 +176,7 @@ class StepModes:
         if record.mode is Mode.DYNAMIC:
             return
         if capture is not None:
-            entry.measured_steps += 1
-            learn = self._learn if entry.source is Source.ESTIMATED else self._learn_again
-            learn(entry, capture, record, is_followed=followed is entry)
+            self.captured.learn(entry, capture, record, is_followed=followed is entry)
         elif followed is entry and record.needs:
             self._cache.calibrate_time(entry, record)
             if not varies and not runner.state.left_for_room:
@@ -198,7 +199,7 @@ class StepModes:
             self._settle(entries, step, meter)
             return
         record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, "")
-        self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
+        self.captured.adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
         self._begin_paging(may_move=True)
@@ -221,7 +222,7 @@ class StepModes:
             self._schedule.note_no_needs(self._metering.steps - 1, note, knows_some=bool(self._cache.entries))
         else:
             self._schedule.note_needs()
-            self._adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
+            self.captured.adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _begin_paging(self, *, may_move: bool, is_planned: bool = False) -> None:
         if self._job.optimizer_states.were_replaced():
@@ -294,7 +295,7 @@ class StepModes:
             ledger=self._ledger,
             transfers=self._transfers,
             list_residents=job.list_residents,
-            profile=self._cache.profile,
+            profile=self._cache.planner.profile,
             history=self._history,
             policy=job.config.policy,
             min_bytes=job.config.min_offload_bytes,
@@ -314,87 +315,3 @@ class StepModes:
             is_plan_proven=expected is None or expected.is_proven,
             observer=None if capture is None else capture.tracer,
         )
-
-    # -- planning -------------------------------------------------------------------------------------------------
-
-    def plan(self, trace: Trace, measurements: Measurements | None) -> str:
-        """Plan a step. Return "", or why the step runs without a plan.
-
-        Raises:
-            Infeasible: it cannot run within the budget.
-        """
-        trace_digest = digest(trace)
-        try:
-            may_leave_out = self._job.moves_state and self.agreed is None  # ranks may use different state
-            leaves_out = LeavesOut.of(may_leave_out, is_watched=self._pager.is_active)
-            self._cache.add(trace, trace_digest, measurements, leaves_out)
-        except Infeasible as error:
-            if (
-                self._is_paging
-                or self._cache.entries
-                or self._cache.fits_without_plan(trace, trace_digest, measurements)
-            ):
-                self._schedule.reason = NO_PLAN
-                return explain_no_plan(error)
-            raise
-        except TraceError as error:
-            return explain_fault(error)
-        return ""
-
-    @property
-    def _is_paging(self) -> bool:
-        """True if model state or results of ops have left memory in this room: then a step may run without a plan."""
-        return self._pager.is_active or bool(self._sliced_ops.counts)
-
-    def _adopt(self, capture: LiveCapture, record: StepRecord, calls: Counter[Inputs], *, is_whole: bool) -> None:
-        """Plan a captured step, unless later steps will differ from it.
-
-        Args:
-            capture, record: of the step.
-            calls: of the model during the step.
-            is_whole: whether every movable storage left; for those that stayed, the program's references are unknown.
-        """
-        self._schedule.captures += 1
-        trace = capture.finish()
-        if self.agreed is not None and self.agreed.is_open:
-            if self.agreed.is_due:
-                measurements = capture.measure(trace, record.seconds, record.stall_seconds)
-                self.agreed.captured = CapturedStep(trace, measurements, calls)
-            return
-        if not (capture.is_settled and is_whole) and self._schedule.captures < self._job.config.settling_steps:
-            return
-        cache, self._schedule.captures = self._cache, 0
-        # If other kinds of step are known, this one is planned only once it recurs.
-        if cache.entries and (cache.contains(trace) or not cache.record_miss(list_sizes(trace), record)):
-            self._schedule.put_off(self._metering.steps - 1)
-            return
-        if why := self.plan(trace, capture.measure(trace, record.seconds, record.stall_seconds)):
-            self._schedule.put_off(self._metering.steps - 1, why)
-            return
-        self._schedule.note_success()
-        cache.entries[0].calls = calls
-
-    def _learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
-        """Replan with measured op times, if the observed step matched the planned one to the last op."""
-        # Ops of the block beyond the captured step (logging its loss, for example) do not matter.
-        trace = entry.planned.trace
-        measured = capture.measure(trace, record.seconds, record.stall_seconds) if is_followed else None
-        if measured is not None:
-            try:
-                self._cache.replan(entry, measured)
-            except Infeasible as error:  # it ran within the budget, and so may the next one
-                self._cache.remove(entry)
-                self._schedule.reason = NO_PLAN
-                self._schedule.put_off(self._metering.steps - 1, explain_no_plan(error))
-        elif not is_followed or entry.measured_steps == self._job.config.settling_steps:
-            self._cache.remove(entry)  # the real step differs from the fake one: capture it live
-
-    def _learn_again(
-        self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool
-    ) -> None:
-        """Record the op times of a step whose prediction is doubted; the plan stays if that is impossible."""
-        measured = capture.measure(entry.planned.trace, record.seconds, record.stall_seconds) if is_followed else None
-        if measured is None:
-            entry.source = Source.MEASURED
-        else:
-            self._cache.record_again(entry, measured)

@@ -44,7 +44,8 @@ def faults_of_the_planner(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         raise error
 
     if "tolerates_faults" not in request.fixturenames:
-        monkeypatch.setattr("elbowroom.step_modes.explain_fault", fail)
+        for name in ("captured_steps.explain_fault", "planner_faults.explain_fault_again"):
+            monkeypatch.setattr(f"elbowroom.{name}", fail)
 
 
 @pytest.fixture

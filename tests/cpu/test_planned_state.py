@@ -264,7 +264,7 @@ def test_training_goes_on_after_a_fault_of_the_planner(
     def fail(*args: object, **options: object) -> None:
         raise TraceError("no such gap")
 
-    monkeypatch.setattr("elbowroom.plan_cache.make_plan", fail)
+    monkeypatch.setattr("elbowroom.step_planner.make_plan", fail)
     assert_same(run_within(functools.partial(make_job, adamw), profile, mode="auto"), run_plain(JOBS["adamw"]))
     assert "please report this: no such gap" in caplog.text
 

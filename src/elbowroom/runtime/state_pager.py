@@ -136,7 +136,7 @@ class StatePager:
         self.storages.sweep()
         made = self.sections.list_made()  # in every step, since it forgets those that are gone
         self._comes_first = live_bytes + self.count_away() > budget_bytes // 2
-        if missing_bytes > 0 or is_planned or (may_move and self._is_needed(budget_bytes)):
+        if missing_bytes > 0 or is_planned or (may_move and self.is_needed(budget_bytes)):
             self._activate()
         elif self.is_active and not self.count_away() and not made:
             self._deactivate()
@@ -224,15 +224,7 @@ class StatePager:
         record = self.storages.table.find(storage)
         return record is not None and record.is_away
 
-    @contextlib.contextmanager
-    def grouping(self, budget_bytes: int) -> Iterator[None]:
-        """Return a context in which optimizers step as they will in steps whose state may have to leave."""
-        with grouping(self._optimizers, budget_bytes) if self._is_needed(budget_bytes) else contextlib.nullcontext():
-            yield
-
-    # -- which state leaves ---------------------------------------------------------------------------------------
-
-    def _is_needed(self, budget_bytes: int) -> bool:
+    def is_needed(self, budget_bytes: int) -> bool:
         """Tell whether state may have to leave: gradients and optimizer state may be to come."""
         if self._was_short or self.is_active:
             return True
@@ -241,6 +233,14 @@ class StatePager:
             self._first_bytes = sum(each.untyped_storage().nbytes() for each in unknown if each.device == self._device)
         # Between steps, little but state is live.
         return may_leave(max(self._ledger.live_bytes, COMING * self._first_bytes), budget_bytes)
+
+    @contextlib.contextmanager
+    def grouping(self, budget_bytes: int) -> Iterator[None]:
+        """Return a context in which optimizers step as they will in steps whose state may have to leave."""
+        with grouping(self._optimizers, budget_bytes) if self.is_needed(budget_bytes) else contextlib.nullcontext():
+            yield
+
+    # -- which state leaves ---------------------------------------------------------------------------------------
 
     def _choose(self, missing_bytes: int, spares_soon: bool) -> list[Any]:
         """Return storages that may leave, of at least `missing_bytes` if there are as many; the last used first."""

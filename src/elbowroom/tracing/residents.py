@@ -154,3 +154,28 @@ def _list_firsts(optimizer: Optimizer) -> list[torch.Tensor]:
     states = (each for _, _, each in _iterate_state(optimizer))
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     return [*itertools.islice(parameters, 1), *itertools.islice(states, 1)]
+
+
+class FirstUpdates:
+    """Notices the first update of each optimizer, with which its state comes.
+
+    A program may call backward in several steps before that.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._waiting = {each: _read_versions(each) for each in optimizers}
+
+    def are_over(self) -> bool:
+        """Tell whether all optimizers have state, or have changed a parameter."""
+        if self._waiting:
+            self._waiting = {each: before for each, before in self._waiting.items() if not _has_updated(each, before)}
+        return not self._waiting
+
+
+def _has_updated(optimizer: Optimizer, before: dict[int, int]) -> bool:
+    after = _read_versions(optimizer)
+    return bool(optimizer.state) or any(before.get(key, version) != version for key, version in after.items())
+
+
+def _read_versions(optimizer: Optimizer) -> dict[int, int]:
+    return {id(each): each._version for each in _list_updated(optimizer) if not each.is_inference()}

@@ -1,0 +1,140 @@
+"""StepPlanner: makes the plans of a room's steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import torch
+
+from elbowroom.compilation import ENOUGH, LoopCompiler
+from elbowroom.config import Config
+from elbowroom.cost.price import price
+from elbowroom.errors import Infeasible
+from elbowroom.hardware.past_times import PastTimes
+from elbowroom.hooks.ledger import Ledger
+from elbowroom.ir.costs import Costs, Measurements
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.learned import PlanningOptions
+from elbowroom.ir.lease import Lease
+from elbowroom.ir.plan import Plan
+from elbowroom.ir.trace import Trace, release_unneeded
+from elbowroom.planned_step import PlannedStep, forecast_plan
+from elbowroom.planner.optimizer_parts import find_peak_beside_updates
+from elbowroom.planner.options import Manages
+from elbowroom.planner.plain import keep_all_if_it_fits
+from elbowroom.planner.problem import fit_slices, pose
+from elbowroom.planner.problem import plan as make_plan
+from elbowroom.planner.slicing.choice import Slices
+from elbowroom.planning_times import QUICK, SEARCH, PlanningTimes
+
+logger = logging.getLogger(__name__)
+
+
+class StepPlanner:
+    """Prices and plans steps as a room's options say.
+
+    Args:
+        config, device: of the room.
+        profile: of this machine.
+        ledger: returns the pages of free memory to the system, since planning itself takes memory.
+
+    Attributes:
+        config, device, profile: as given.
+        past: op times that this machine measured before.
+        times: how long planning takes.
+    """
+
+    def __init__(self, config: Config, device: torch.device, profile: HardwareProfile, ledger: Ledger) -> None:
+        self.config = config
+        self.device = device
+        self.profile = profile
+        self.past = PastTimes(profile, is_enabled=config.op_time_store)
+        self.times = PlanningTimes(config.strategy)
+        self._ledger = ledger
+        self._loops = LoopCompiler(starts=config.mode != "dynamic")
+
+    def close(self) -> None:
+        """Plan no more steps."""
+        self._loops.stop()
+
+    @property
+    def is_beside_compiler(self) -> bool:
+        """True while a process compiles loops for the planner, beside which ops take longer."""
+        return self._loops.is_pending
+
+    def describe(self, lease: Lease) -> PlanningOptions:
+        """Return the limits and options of plans."""
+        config = self.config
+        return PlanningOptions(
+            lease.device_bytes, lease.host_bytes, config.strategy, config.manages, config.min_offload_bytes
+        )
+
+    def price(self, trace: Trace, trace_digest: str, measurements: Measurements | None) -> Costs:
+        """Return the costs of a step on this machine."""
+        past = self.past.load() if measurements is None else None
+        return price(trace, self.profile, measurements, trace_digest=trace_digest, past=past)
+
+    def plan(self, trace: Trace, costs: Costs, lease: Lease, *, is_quick: bool = False) -> PlannedStep:
+        """Return a step with a plan for the limits of a lease.
+
+        Args:
+            is_quick: whether the strategy `auto` gives way to one that takes a hundredth of its time.
+
+        Raises:
+            Infeasible: no plan fits.
+        """
+        strategy = self.config.strategy
+        self._ledger.trim()
+        plan = None
+        if strategy == SEARCH:
+            plan = keep_all_if_it_fits(trace, costs, lease.device_bytes)
+            if plan is None and is_quick:
+                with contextlib.suppress(Infeasible):
+                    plan = self._make_plan(trace, costs, lease, QUICK)
+        if plan is None:
+            plan = self._make_plan(trace, costs, lease, strategy)
+        planned = forecast_plan(trace, costs, plan, lease.host_bytes)
+        self._ledger.trim()
+        logger.info(
+            "%s: forecast peak %d of %d bytes, %d decisions by %s",
+            trace.name, planned.forecast.peak_bytes, lease.device_bytes, len(plan.decisions), plan.strategy
+        )  # fmt: skip
+        return planned
+
+    def fits_without_plan(
+        self,
+        trace: Trace,
+        trace_digest: str,
+        measurements: Measurements | None,
+        lease: Lease,
+        *,
+        regroups: bool = False,
+    ) -> bool:
+        """Return True if a step that no plan fits may run under a policy, and False if the user chose the strategy.
+
+        Args:
+            regroups: whether optimizers update fewer parameters at a time if they have to.
+        """
+        config = self.config
+        if config.strategy != "auto":
+            return False
+        trace = release_unneeded(trace)
+        costs = self.price(trace, trace_digest, measurements)
+        problem = pose(
+            trace, costs, lease.device_bytes, min_offload_bytes=config.min_offload_bytes,
+            host_bytes=lease.host_bytes, manages=Manages(config.manages),
+        )  # fmt: skip
+        floor_bytes = find_peak_beside_updates(trace, problem.floor) if regroups else problem.floor.peak_bytes
+        if floor_bytes <= lease.device_bytes:
+            return True
+        return fit_slices(problem, Slices.EXACT if config.exact else Slices.ANY) is not None
+
+    def _make_plan(self, trace: Trace, costs: Costs, lease: Lease, strategy: str) -> Plan:
+        config = self.config
+        self._loops.wait(share=ENOUGH if strategy == SEARCH else 1.0)
+        with self.times.measure(strategy):
+            return make_plan(
+                trace, costs, lease.device_bytes, strategy=strategy, min_offload_bytes=config.min_offload_bytes,
+                host_bytes=lease.host_bytes, manages=config.manages, slices=Slices.NONE,
+            )  # fmt: skip
