@@ -44,7 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from writing import write_results
 
 import elbowroom
-import elbowroom.plan_cache
+import elbowroom.step_planner
 from elbowroom.errors import ElbowroomError
 from elbowroom.ir.hardware import HardwareProfile
 
@@ -204,7 +204,7 @@ class Sweep:
         if way.startswith("pressed"):
             ask_at_every_request(self._patch)
         elif way.endswith("_all"):
-            self._patch.setattr(elbowroom.plan_cache, "keep_all_if_it_fits", lambda *_: None)
+            self._patch.setattr(elbowroom.step_planner, "keep_all_if_it_fits", lambda *_: None)
 
     def _fit(self) -> Any:
         options: dict[str, Any] = {"strategy": self._way}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import elbowroom
-from elbowroom import plan_cache
+from elbowroom import step_planner
 from elbowroom.errors import ElbowroomError, Infeasible, UsageError
 from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.ir.hardware import HardwareProfile
@@ -76,7 +76,7 @@ def pressed(way: str) -> Any:
         if way == "dynamic":
             ask_at_every_request(patch)
         elif way != "plain":
-            patch.setattr(plan_cache, "keep_all_if_it_fits", lambda *_: None)
+            patch.setattr(step_planner, "keep_all_if_it_fits", lambda *_: None)
         yield
 
 

@@ -152,7 +152,7 @@ def test_a_host_that_does_not_wait_for_ops_only_shows_that_steps_are_slower(
         train(job, room, 3)
         assert room.planned is not None and not room.planned.is_plain
         before = room.planned.forecast.step_seconds
-        room._cache._device = torch.device("cuda")
+        room._cache.planner.device = torch.device("cuda")
         _Waits.seconds = factor * SLOW_SECONDS
         train(job, room, STEPS_THAT_SET_THE_PACE + 2)
         after, measured = room.planned.forecast.step_seconds, room.journal().steps[-1].seconds

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import elbowroom
-from elbowroom import _numba_loops, compilation, plan_cache
+from elbowroom import _numba_loops, compilation, step_planner
 from elbowroom.compilation import LoopCompiler
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.plan import Plan
@@ -113,13 +113,13 @@ def test_the_first_plan_waits_for_what_compiles(
     started = follow_processes(monkeypatch, f"import pathlib, time; time.sleep(1); pathlib.Path({str(done)!r}).touch()")
     monkeypatch.setattr(_numba_loops, "is_complete", lambda: False)
     was_done: list[bool] = []
-    inner = plan_cache.make_plan
+    inner = step_planner.make_plan
 
     def make_plan(*args: Any, **kwargs: Any) -> Plan:
         was_done.append(done.exists())
         return inner(*args, **kwargs)
 
-    monkeypatch.setattr(plan_cache, "make_plan", make_plan)
+    monkeypatch.setattr(step_planner, "make_plan", make_plan)
     model = torch.nn.Sequential(*(each for _ in range(4) for each in (torch.nn.Linear(256, 256), torch.nn.Tanh())))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

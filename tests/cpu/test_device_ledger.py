@@ -214,7 +214,7 @@ def test_a_plan_that_takes_more_than_forecast_is_left_then_made_again(
         return dataclasses.replace(costs, workspace_bytes=(0,) * len(costs.workspace_bytes))
 
     use_fake_card(monkeypatch)
-    monkeypatch.setattr("elbowroom.plan_cache.price", price_low)
+    monkeypatch.setattr("elbowroom.step_planner.price", price_low)
     ours, room = train(name, budget_bytes, profile, manages="activations")
     assert room is not None
     assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))

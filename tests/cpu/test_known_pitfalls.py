@@ -29,8 +29,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom
-import elbowroom.plan_cache
 import elbowroom.runtime.transfers
+import elbowroom.step_planner
 from elbowroom.errors import TierFull, TransferFailed, UsageError
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
@@ -65,7 +65,7 @@ class Runner:
         self.way, self.case, self.profile = way, case, profile
         if way.endswith("_all"):
             # A budget that everything fits is the only one at which both strategies always have a plan.
-            monkeypatch.setattr(elbowroom.plan_cache, "keep_all_if_it_fits", lambda *_: None)
+            monkeypatch.setattr(elbowroom.step_planner, "keep_all_if_it_fits", lambda *_: None)
         elif way == "pressed":
             ask_at_every_request(monkeypatch)
         monkeypatch.setattr("elbowroom.plain_step_check.AMPLE", 1 << 40)  # watched, though a larger step would fit
@@ -80,7 +80,7 @@ class Runner:
         settling = 10**6 if self.way == "capture" else 3
         room = elbowroom.fit(model, optimizers, self._budget, strategy=strategy, settling_steps=settling, **options)
         if self.way == "capture":
-            room._modes._adopt = lambda *_, **__: None  # type: ignore[method-assign]
+            room._modes.captured.adopt = lambda *_, **__: None  # type: ignore[method-assign]
         return room
 
     def find_smallest(self, make: Callable[[], Made], steps: int = STEPS) -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom
-import elbowroom.plan_cache
+import elbowroom.step_planner
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
@@ -50,7 +50,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def always_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that everything fits still runs the strategy."""
-    monkeypatch.setattr(elbowroom.plan_cache, "keep_all_if_it_fits", lambda *_: None)
+    monkeypatch.setattr(elbowroom.step_planner, "keep_all_if_it_fits", lambda *_: None)
 
 
 def train(

@@ -25,6 +25,7 @@ from elbowroom.ir.digest import digest
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile, Link, Rate, Tier
 from elbowroom.ir.journal import Journal, Mode, StepRecord
+from elbowroom.ir.measured_profile import MeasuredProfile
 from elbowroom.ir.network import Network, NetworkLevel
 from elbowroom.ir.op_times import OpTime, OpTimes
 from elbowroom.ir.plan import Choice, Plan
@@ -71,6 +72,9 @@ def _make_nouns() -> dict[str, Any]:
         "plan": dataclasses.replace(made, host_bytes=9),
         "forecast": simulate(trace, costs, made),
         "op_times": OpTimes(machine="CPU; 2 threads", times=(OpTime(key="aten.mm.default ab", seconds=0.5, steps=3),)),
+        "measured_profile": MeasuredProfile(
+            machine="GPU; PyTorch 2", profile=profile, most_bytes=1 << 30, begin_seconds=1.5e9, check_seconds=1e-3
+        ),
         "network": Network(
             name="pair",
             launch_seconds=1e-5,
@@ -353,7 +357,7 @@ def test_wrong_types_are_refused_by_place(name: str, path: tuple[Any, ...]) -> N
     for each in wrong:
         if each is None and path[-1] in ("peak_bytes", "resident_bytes") and name == "journal":
             continue  # not metered
-        if each is None and path[-1] in ("host_bytes", "module", "members"):
+        if each is None and path[-1] in ("host_bytes", "most_bytes", "module", "members"):
             continue  # no limit; outside of the model; any number
         if isinstance(right, list) and each == right:
             continue
