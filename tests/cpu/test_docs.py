@@ -71,7 +71,7 @@ def test_tutorial(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setattr("elbowroom.room_setup.probe", lambda *_, **__: profile)
+    monkeypatch.setattr("elbowroom.hardware.profile_store.probe", lambda *_, **__: profile)
     monkeypatch.setattr("elbowroom.hardware.profile_store.probe", lambda *_, **__: profile)
     monkeypatch.setattr("resource.setrlimit", lambda *_: None)  # the whole process would keep the limit
     commands = list_commands()

@@ -33,7 +33,7 @@ NEEDS = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, profile: HardwareProfile) -> None:
     """Measure nothing, and plan by the strategy that takes least time."""
-    monkeypatch.setattr("elbowroom.room_setup.probe", lambda *_, **__: profile)
+    monkeypatch.setattr("elbowroom.hardware.profile_store.probe", lambda *_, **__: profile)
     monkeypatch.setenv("ELBOWROOM_STRATEGY", "offload_all")
 
 

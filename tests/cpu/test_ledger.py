@@ -510,7 +510,7 @@ def test_a_room_gives_back_what_measuring_took_and_when_it_ends_what_its_steps_t
         make(64 * MIB)
         return profile
 
-    monkeypatch.setattr("elbowroom.room_setup.probe", probe)
+    monkeypatch.setattr("elbowroom.hardware.profile_store.probe", probe)
     live: int = library.load().get_arena().statistics()["live_bytes"]
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -652,7 +652,7 @@ def restored(monkeypatch: pytest.MonkeyPatch, profile: HardwareProfile) -> Itera
     Ctrl-C raises KeyboardInterrupt, also where the tests run in the background of a shell, which has it ignored.
     """
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr("elbowroom.room_setup.probe", lambda *_, **__: profile)
+    monkeypatch.setattr("elbowroom.hardware.profile_store.probe", lambda *_, **__: profile)
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])

@@ -215,6 +215,21 @@ def test_a_plan_below_the_working_set_of_an_op(strategy: str, tmp_path: pathlib.
     assert digest(dataclasses.replace(TRACE, slicing=())) == digest(TRACE)
 
 
+def test_auto_is_as_fast_as_tvdnn_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in very many slices are not searched."""
+    monkeypatch.setattr("elbowroom.planner.searching.nested_budgets.MOST_SECTION_GAPS", 0)
+    whole_bytes, sliced_bytes = find_lowest_budgets()
+    for share in (0.2, 0.5, 0.8):
+        budget_bytes = int(sliced_bytes + share * (whole_bytes - sliced_bytes))
+        seconds = {
+            strategy: simulate(
+                TRACE, COSTS, plan(TRACE, COSTS, budget_bytes, strategy=strategy, slices="any")
+            ).step_seconds
+            for strategy in ("auto", "tvdnn_ilp", "tvdnn_heuristic")
+        }
+        assert seconds["auto"] == min(seconds.values())
+
+
 def test_the_smallest_budget_works_and_no_smaller_one() -> None:
     whole_bytes, sliced_bytes = find_lowest_budgets()
     assert (

@@ -32,7 +32,7 @@ import numpy as np
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.sliced_trace import ON_SECTIONS
 from elbowroom.planner.bounds.fluid import solve_fluid
-from elbowroom.planner.heuristics.eviction import sweep_offloads
+from elbowroom.planner.options import find_strategy
 from elbowroom.planner.problem import Problem, pose
 from elbowroom.planner.searching.choice_search import Moves, search_choices
 from elbowroom.simulator.host_overflow import find_host_bytes
@@ -42,6 +42,9 @@ SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0625, 0.03125)
 
 MOST_SECTION_GAPS = 5000
 """With more gaps, a step whose ops run in slices is planned by one sweep: the search takes minutes and finds less."""
+
+ASKED = "tvdnn_ilp"
+"""Strategy whose plan is a candidate for a step whose ops run in slices."""
 
 STEPS = 16
 """Hosts at equal distances, up to all of those bytes, with which each plan is tried if there is a disk."""
@@ -58,7 +61,8 @@ def solve(problem: Problem, strategy: str, moves: Moves = "both", effort: float 
     if moves == "recompute" or not any(op.barrier == ON_SECTIONS for op in problem.drafter.replay.trace.ops):
         return search.solve(moves)
     candidates = _Candidates(problem)
-    candidates.add(sweep_offloads(problem, strategy))  # fits if the lower tier is unlimited
+    swept = find_strategy(ASKED)(problem)  # fits if the lower tier is unlimited
+    candidates.add(dataclasses.replace(swept, strategy=strategy))
     if len(problem.drafter.gaps) <= MOST_SECTION_GAPS or candidates.seconds() == np.inf:
         candidates.add(search.solve(moves))
     return candidates.choose()
