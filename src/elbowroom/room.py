@@ -164,7 +164,7 @@ class Room:
         try:
             self._step.context.__enter__()
         except BaseException:
-            self._step = None
+            self._note_end()
             raise
 
     def end_step(self, error: BaseException | None = None) -> None:
@@ -188,9 +188,15 @@ class Room:
             else:
                 step.context.__exit__(type(error), error, error.__traceback__)
         finally:
-            self._step = None
+            self._note_end()
         if self._shared is not None and error is None:
             self._shared.note_step(self)
+
+    def _note_end(self) -> None:
+        """Note that no step runs any more, whether it succeeded or failed."""
+        self._step = None
+        if self._shared is not None:
+            self._shared.begin_idle(self)
 
     def set_budget(self, memory_budget: int | float | str) -> None:
         """Change the budget from the next step on. That step is replanned now; other kinds of step when they recur.
@@ -360,8 +366,7 @@ class Room:
         planned = self.planned
         if planned is None:
             return ()
-        host_bytes = self._cache.lease.host_bytes
-        return count_state(planned.trace, planned.costs, planned.plan, planned.forecast, host_bytes)
+        return count_state(planned.trace, planned.costs, planned.plan, planned.forecast, self._cache.lease.host_bytes)
 
     def detach(self) -> None:
         """Remove the room from the model. Graphs that are still alive can still run their backward pass.

@@ -173,7 +173,10 @@ class SharedLease:
             points = tuple((point.nbytes, point.step_seconds, point.busy_seconds) for point in front)
             self._lent.front = min(floor_bytes, room.budget_bytes), points  # it runs within that
             self._client.report(*self._lent.front)
-        self._lent.begin_idle(float(figures.get("step_seconds", 0.0)))
+
+    def begin_idle(self, room: LeaseHolder) -> None:
+        """Note that no step runs: what the job takes then counts, and what it does not use is lent after a while."""
+        self._lent.begin_idle(float(room.metrics().get("step_seconds", 0.0)))
 
     def close(self, residents: Sequence[torch.Tensor] = ()) -> None:
         """Give back the lease. `residents` on a CPU count as taken until they are gone, or their process is."""

@@ -193,6 +193,8 @@ def test_a_job_that_evaluates_lends_what_it_does_not_use(
         evaluate_until(lambda ours, theirs: (ours, theirs) == (job.floor_bytes, 10 << 20))
         train_in_room()  # with the same lease as before, and the plan that was made for it
         assert (room.budget_bytes, room.planned.plan) == (lease_bytes, plan)
+        with pytest.raises(ValueError, match="a bad batch"), room.step():
+            raise ValueError("a bad batch")
         evaluate_until(lambda ours, theirs: (ours, theirs) == (job.floor_bytes, 10 << 20))
         large = torch.ones(15 << 18)  # has the lease back first
         jobs = {each.name: each for each in await_status().jobs}
