@@ -20,6 +20,7 @@ from elbowroom.ir.lease import Lease
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace, release_unneeded
 from elbowroom.planned_step import PlannedStep, forecast_plan
+from elbowroom.planner.interruption import passing_interruptions
 from elbowroom.planner.optimizer_parts import find_peak_beside_updates
 from elbowroom.planner.options import Manages
 from elbowroom.planner.plain import keep_all_if_it_fits
@@ -133,7 +134,7 @@ class StepPlanner:
     def _make_plan(self, trace: Trace, costs: Costs, lease: Lease, strategy: str) -> Plan:
         config = self.config
         self._loops.wait(share=ENOUGH if strategy == SEARCH else 1.0)
-        with self.times.measure(strategy):
+        with self.times.measure(strategy), passing_interruptions():
             return make_plan(
                 trace, costs, lease.device_bytes, strategy=strategy, min_offload_bytes=config.min_offload_bytes,
                 host_bytes=lease.host_bytes, manages=config.manages, slices=Slices.NONE,

@@ -16,6 +16,7 @@ import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
+from elbowroom.planner.searching import choice_search
 from elbowroom.planning_times import QUICK, SEARCH, PlanningTimes
 from elbowroom.room import Room
 
@@ -189,6 +190,34 @@ def test_the_first_step_keeps_to_the_budget(profile: HardwareProfile) -> None:
     budget = int(0.6 * find_plain_peak(make_lengths, 64, profile))
     _, records = compare(make_lengths, [64] * 5, budget, profile)
     assert records[0].mode is Mode.CAPTURE and 0 < records[0].peak_bytes <= budget
+
+
+def test_ctrl_c_while_a_step_is_planned_reaches_the_program(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step itself has run, and a later one is planned."""
+    search = choice_search.solve_fluid
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        monkeypatch.setattr(choice_search, "solve_fluid", search)
+        raise KeyboardInterrupt
+
+    budget = int(0.6 * find_plain_peak(make_lengths, 64, profile))
+    (_, plain), _ = run(make_lengths, [64] * 8, None)
+    monkeypatch.setattr(choice_search, "solve_fluid", interrupt)
+    torch.manual_seed(11)
+    model, optimizer, step = make_lengths()
+    with elbowroom.fit(model, optimizer, budget, profile=profile, min_offload_bytes=1) as room:
+        interrupted = []
+        for index in range(8):
+            try:
+                with room.step():
+                    step(index, 64)
+            except KeyboardInterrupt:
+                interrupted.append(room.planned)
+        assert interrupted == [None]
+        assert room.journal().steps[-1].mode is Mode.PLANNED
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain, strict=True))
 
 
 def test_plain_steps_do_not_hide_larger_ones(profile: HardwareProfile) -> None:

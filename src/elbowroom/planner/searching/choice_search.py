@@ -14,6 +14,7 @@ import numpy as np
 from elbowroom.ir.plan import Choice, Plan
 from elbowroom.planner.bounds.fluid import FluidSolution, solve_fluid
 from elbowroom.planner.heuristics.revolve import revolve
+from elbowroom.planner.interruption import ends_search
 from elbowroom.planner.options import find_strategy
 from elbowroom.planner.problem import Problem
 from elbowroom.planner.schedule.choice_vectors import ChoiceVectorPlanner
@@ -92,7 +93,7 @@ def search_choices(
 ) -> SearchResult:
     """The plan of the best choices found within the budget; if none were, that of those nearest to it.
 
-    An interruption (Ctrl-C) ends the search and not the program: what was best so far is returned.
+    An interruption (Ctrl-C) ends the search and not the program: what was best so far is returned. See `interruption`.
     """
     vectors = ChoiceVectorPlanner(problem)
     space, terms = _find_space(vectors, problem, moves), _terms(problem)
@@ -107,6 +108,8 @@ def search_choices(
             for choices in [best.choices, *found[:LISTED]]:
                 plans += _list_plans(problem, vectors, choices, strategy)
         except KeyboardInterrupt:
+            if not ends_search():
+                raise
             logger.warning("planning was interrupted: going on with the best plan so far")
             is_whole = False
     plans = [vectors.make_plan(best.choices, strategy, best.slack), *plans]
