@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import reprlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -38,22 +36,14 @@ from elbowroom.run_files import save_run
 from elbowroom.runtime.factory import open_transfers
 from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.shared_lease import SharedLease
+from elbowroom.step_boundaries import StepBoundaries
 from elbowroom.step_modes import StepModes
 from elbowroom.step_planner import StepPlanner
 from elbowroom.units import format_bytes, format_seconds
 
-logger = logging.getLogger(__name__)
-
 
 class _BrokenOff(BaseException):
     """Aborts a step when its room is detached."""
-
-
-class _OpenStep(NamedTuple):
-    """A step that has begun, and the id of the thread that began it."""
-
-    context: contextlib.AbstractContextManager[None]
-    thread: int
 
 
 class Room:
@@ -78,7 +68,6 @@ class Room:
         self._job = job = Job(model, tuple(optimizers), device, config)
         self._ledger = make_ledger(device)
         self._detached = True  # until construction succeeds
-        self._step: _OpenStep | None = None  # between begin_step and end_step
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._ledger.close)
             ranks = join_job(job, self._ledger, budget_bytes, is_alone=shared is not None)
@@ -94,11 +83,12 @@ class Room:
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = make_pager(job, self._transfers, self._ledger)
             self._shared = shared and shared.attach(config, self._ledger, self._pager)
-            self._sliced_ops = SlicedOps(self._pager, self._ledger.make_room, config.exact, config.spill_folder)
+            sliced_ops = SlicedOps(self._pager, self._ledger.make_room, config.exact, config.spill_folder)
             agreed = None if ranks is None else AgreedPlans(ranks, self._cache, config)
             self._modes = StepModes(
-                job, self._cache, self._metering, self._transfers, self._ledger, self._pager, self._sliced_ops, agreed
+                job, self._cache, self._metering, self._transfers, self._ledger, self._pager, sliced_ops, agreed
             )
+            self._steps = StepBoundaries(self._modes, self._shared)
             self._ledger.adopt(job.list_residents())
             if step is not None and config.mode != "dynamic":
                 plan_ahead(job, self._pager, self._modes.captured, budget_bytes, step)
@@ -117,6 +107,11 @@ class Room:
     def profile(self) -> HardwareProfile:
         """Profile of this machine that steps are planned with."""
         return self._cache.planner.profile
+
+    @property
+    def was_refused(self) -> bool:
+        """True if the running or last step was refused memory, so that the program got an `Infeasible`."""
+        return self._modes.was_refused
 
     @property
     def planned(self) -> PlannedStep | None:
@@ -139,11 +134,11 @@ class Room:
         try:
             yield
         except BaseException as error:
-            if self._step is not None:  # otherwise `detach` has ended it
-                self.end_step(error)
+            if self._steps.is_inside:  # otherwise `detach` has ended it
+                self._steps.end(self, error)
             raise
-        if self._step is not None:
-            self.end_step()
+        if self._steps.is_inside:
+            self._steps.end(self)
 
     def begin_step(self) -> None:
         """Begin a training step where `with room.step():` does not fit, such as in the callbacks of a trainer.
@@ -153,19 +148,7 @@ class Room:
         """
         if self._detached:
             raise UsageError("this room is detached; call elbowroom.fit again")
-        if self._step is not None:
-            raise UsageError(
-                "a step begins inside a step of the same room: one `with room.step():`, or one begin_step() with its "
-                "end_step(), is one whole training step"
-            )
-        if self._shared is not None:
-            self._shared.renew(self)
-        self._step = _OpenStep(self._modes.step(), threading.get_ident())
-        try:
-            self._step.context.__enter__()
-        except BaseException:
-            self._note_end()
-            raise
+        self._steps.begin(self)
 
     def end_step(self, error: BaseException | None = None) -> None:
         """End the step that `begin_step` began, in the same thread.
@@ -177,26 +160,7 @@ class Room:
             UsageError: no step has begun, or another thread began it.
             Infeasible, MemoryRefused, TierFull, TransferFailed: as for `step`.
         """
-        step = self._step
-        if step is None:
-            raise UsageError("no step of this room has begun: call begin_step() first")
-        if step.thread != threading.get_ident():
-            raise UsageError("this step was begun in another thread, which has to end it")
-        try:
-            if error is None:
-                step.context.__exit__(None, None, None)
-            else:
-                step.context.__exit__(type(error), error, error.__traceback__)
-        finally:
-            self._note_end()
-        if self._shared is not None and error is None:
-            self._shared.note_step(self)
-
-    def _note_end(self) -> None:
-        """Note that no step runs any more, whether it succeeded or failed."""
-        self._step = None
-        if self._shared is not None:
-            self._shared.begin_idle(self)
+        self._steps.end(self, error)
 
     def set_budget(self, memory_budget: int | float | str) -> None:
         """Change the budget from the next step on. That step is replanned now; other kinds of step when they recur.
@@ -211,7 +175,7 @@ class Room:
         """
         if self._detached:
             raise UsageError("this room is detached; call elbowroom.fit again")
-        if self._step is not None:
+        if self._steps.is_inside:
             raise UsageError("set_budget() inside a step: call it before or after room.step()")
         budget_bytes = parse_budget(memory_budget, self._job.device)
         if self._job.moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
@@ -246,10 +210,9 @@ class Room:
         """
         if self._detached:
             raise UsageError("this room is detached; call elbowroom.fit again")
-        if self._step is not None:
+        if self._steps.is_inside:
             raise UsageError("load_state_dict() inside a step: call it before or after room.step()")
-        learned = from_state(state)
-        if learned is not None and self.config.mode != "dynamic":
+        if (learned := from_state(state)) is not None and self.config.mode != "dynamic":
             self._cache.adopt_learned(learned, self._job.count_parameters())
 
     def count_also(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -302,8 +265,8 @@ class Room:
             - capture_steps, planned_steps, plain_steps, dynamic_steps, drifted_steps: steps in each mode.
         """
         found = {"budget_bytes": self.budget_bytes, **self._metering.metrics()}
-        if self._sliced_ops.counts:
-            found["sliced_ops"] = sum(self._sliced_ops.counts.values())
+        if self._modes.sliced_ops.counts:
+            found["sliced_ops"] = sum(self._modes.sliced_ops.counts.values())
         if (planned := self.planned) is not None:
             found["forecast_step_seconds"] = planned.forecast.step_seconds
             found["forecast_peak_bytes"] = planned.forecast.peak_bytes
@@ -347,7 +310,7 @@ class Room:
             }  # fmt: skip
         return summarize(
             budget_bytes=self.budget_bytes, journal=self.journal(), manages=self.config.manages, by=by, depth=depth,
-            sliced=self._sliced_ops.counts, inexact=self._sliced_ops.inexact, **forecast,
+            sliced=self._modes.sliced_ops.counts, inexact=self._modes.sliced_ops.inexact, **forecast,
         )  # fmt: skip
 
     def save_run(self, path: str | os.PathLike[str]) -> None:
@@ -375,8 +338,8 @@ class Room:
         """
         if self._detached:
             return
-        if self._step is not None and self._step.thread == threading.get_ident():
-            self.end_step(_BrokenOff())
+        if self._steps.is_inside_own:
+            self._steps.end(self, _BrokenOff())
         self._modes.close()
         self._pager.close()
         if self._modes.agreed is not None:

@@ -72,6 +72,7 @@ class RunningStep:
         runner: as given, or made during the step.
         calls: shapes that the model was called with, and their counts, as far as calls are observed.
         is_usual: whether the model was called as in earlier steps of the expected kind, as far as calls are observed.
+        was_refused: whether a request for memory was refused.
         unwatched: why a plain step that grew got no runner; "" otherwise.
         seconds: wall time of the block.
     """
@@ -108,6 +109,7 @@ class RunningStep:
         self.runner = runner
         self.calls: Counter[Inputs] = Counter()
         self.is_usual = True
+        self.was_refused = False
         self.unwatched = ""
         self.seconds = 0.0
 
@@ -212,6 +214,13 @@ class RunningStep:
         Raises:
             Infeasible: the request would exceed the budget, and nothing can leave.
         """
+        try:
+            return self._find_room(requested_bytes, missing_bytes)
+        except BaseException:
+            self.was_refused = True
+            raise
+
+    def _find_room(self, requested_bytes: int, missing_bytes: int) -> bool:
         if self.runner is not None:
             return self.runner.make_room(requested_bytes, missing_bytes)
         is_over = self._ledger.live_bytes + requested_bytes > self._limit_bytes  # otherwise the system refused

@@ -46,7 +46,7 @@ class StepModes:
         agreed: agrees on plans with the other ranks of a distributed job; None if the job is not distributed.
 
     Attributes:
-        agreed: as given.
+        agreed, sliced_ops: as given.
         captured: plans captured steps.
     """
 
@@ -66,7 +66,7 @@ class StepModes:
         self._metering = metering
         self._transfers, self._ledger = transfers, ledger
         self._pager = pager
-        self._sliced_ops = sliced_ops
+        self.sliced_ops = sliced_ops
         self._between_steps = BetweenSteps(ledger, pager)
         self.agreed = agreed
         self._schedule = CaptureSchedule()
@@ -84,6 +84,11 @@ class StepModes:
     def runner(self) -> StepRunner | None:
         """Runner of the current or last step; None for a plain step."""
         return None if self._running is None else self._running.runner
+
+    @property
+    def was_refused(self) -> bool:
+        """True if the current or last step was refused memory."""
+        return self._running is not None and self._running.was_refused
 
     def close(self) -> None:
         """Drop the last step's runner, and limit nothing between steps any more."""
@@ -300,7 +305,7 @@ class StepModes:
             policy=job.config.policy,
             min_bytes=job.config.min_offload_bytes,
             pager=self._pager,
-            sliced_ops=self._sliced_ops,
+            sliced_ops=self.sliced_ops,
             list_kept=job.list_kept,
             name_residents=job.name_residents,
             complete_error=self._complete_error,

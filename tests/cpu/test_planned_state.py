@@ -257,6 +257,41 @@ def test_a_gradient_that_only_some_steps_replace(kib: int, profile: HardwareProf
     assert_same(list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}, plain)
 
 
+@pytest.mark.parametrize("budget_bytes", [1_600_000, 1_700_000, 1_800_000])
+def test_steps_follow_their_plan_after_an_evaluation(budget_bytes: int, profile: HardwareProfile) -> None:
+    """The evaluation moves out state that the plan has in memory at a step's beginning."""
+
+    def make() -> StateJob:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128), nn.LayerNorm(128)) for _ in range(4))
+        )
+        job = make_job(adamw, model)
+        optimizer, batch = job.optimizers[0], torch.randn(16, 128)
+
+        def step(index: int) -> torch.Tensor:
+            loss = (model(batch + index) - batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return StateJob(model, [optimizer], step)
+
+    plain = run_plain(make, 16)
+    job, losses = make(), []
+    with fit(job, profile, budget_bytes, mode="auto") as room:
+        for index in range(16):
+            with room.step():
+                losses.append(job.step(index))
+            if index % 2:
+                with torch.no_grad():
+                    job.model(torch.ones(48, 128))
+        modes = [record.mode for record in room.journal().steps]
+    assert modes[4:] == [Mode.PLANNED] * 12, modes
+    assert_same(list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}, plain)
+
+
 @pytest.mark.usefixtures("tolerates_faults")
 def test_training_goes_on_after_a_fault_of_the_planner(
     profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

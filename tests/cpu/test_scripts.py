@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import io
@@ -308,14 +309,91 @@ def train_twice() -> Outcome:
     return first[0] + second[0], first[1] + second[1]
 
 
+class Failure(Exception):
+    pass
+
+
+def fail(*_: object) -> None:
+    raise Failure
+
+
+def train_again_after(place: str) -> Outcome:
+    """The third step fails at a place. The program catches that, and trains another model."""
+    net = make_net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    with contextlib.suppress(Failure, Infeasible, RuntimeError):
+        for index, batch in enumerate(make_batches()):
+            if index == 2 and place == "call":
+                net[-1].register_forward_pre_hook(fail)
+            loss = net(batch).square().mean()
+            if index == 2 and place == "memory":
+                torch.empty(1 << 40, dtype=torch.uint8)
+            if index == 2 and place == "backward":
+                loss.register_hook(fail)
+            loss.backward()
+            if index == 2 and place == "update":
+                optimizer.register_step_pre_hook(fail)
+            optimizer.step()
+            optimizer.zero_grad()
+    del net, optimizer, loss
+    return train_plainly()
+
+
+def train_with_another_optimizer() -> Outcome:
+    """The program gives up the third step, and goes on with a new optimizer of the model."""
+    net = make_net()
+    losses = []
+    for lr in (1e-3, 1e-4):
+        optimizer = torch.optim.Adam(net.parameters(), lr=lr)
+        for index, batch in enumerate(make_batches()):
+            loss = net(batch).square().mean()
+            loss.backward()
+            if index == 2 and lr == 1e-3:
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(show(loss))
+    return finish(losses, net)
+
+
+def train_with_inner_loops() -> Outcome:
+    """Each step trains a copy of the model first."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for batch in make_batches():
+        loss = net(batch).square().mean()
+        inner = copy.deepcopy(net)
+        inner_optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+        for _ in range(2):
+            inner(batch).square().mean().backward()
+            inner_optimizer.step()
+        (loss + inner(batch).square().mean()).backward()
+        for one, other in zip(net.parameters(), inner.parameters(), strict=True):
+            assert one.grad is not None
+            one.grad += other.grad
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(show(loss))
+    return finish(losses, net)
+
+
 @dataclasses.dataclass(frozen=True)
 class Expected:
     """How a loop is expected to run: number of recorded steps in its last room, rooms, and their budget."""
 
-    loop: Callable[[], Outcome]
+    loop: Callable[..., Outcome]
     steps: int = 5
     rooms: int = 1
     budget: int = BUDGET
+    place: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.loop.__name__} {self.place}".rstrip()
+
+    def run(self) -> Outcome:
+        return self.loop(self.place) if self.place else self.loop()
 
 
 LOOPS = (
@@ -334,6 +412,9 @@ LOOPS = (
     Expected(train_compiled_in_place, budget=6 << 20),
     Expected(train_compiled_function, budget=6 << 20),
     Expected(train_twice, rooms=2),
+    *(Expected(train_again_after, rooms=2, place=place) for place in ("call", "memory", "backward", "update")),
+    Expected(train_with_another_optimizer, rooms=2),
+    Expected(train_with_inner_loops, budget=3 * BUDGET),
 )
 
 
@@ -350,18 +431,18 @@ def managing(profile: HardwareProfile, budget: int = BUDGET, **options: Any) -> 
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("expected", LOOPS, ids=lambda each: each.loop.__name__)
+@pytest.mark.parametrize("expected", LOOPS, ids=lambda each: each.name)
 def test_loops(expected: Expected, profile: HardwareProfile) -> None:
     patched = (nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.__init__)
     torch.manual_seed(0)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    plain = expected.loop()
+    plain = expected.run()
     torch.manual_seed(0)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     with managing(profile, expected.budget) as program:
-        assert expected.loop() == plain
+        assert expected.run() == plain
         assert program.room is not None
     assert (nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.__init__) == patched
     journal = program.room.journal()

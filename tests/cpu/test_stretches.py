@@ -169,7 +169,7 @@ def test_what_the_program_does_between_changes_nothing(
         torch.set_num_threads(threads)
         with fit_known(profile, torch.sin, torch.exp) as room, room.step():
             waiting = rows.sin()
-            assert room._modes._sliced_ops.has_waiting
+            assert room._modes.sliced_ops.has_waiting
             interfere(rows)
             found = [waiting, waiting.exp(), rows]
         assert ("sin", "exp") in stretches or ("sin",) in stretches
@@ -211,10 +211,10 @@ def test_reads_of_what_waits(profile: HardwareProfile, how: str, is_in_step: boo
     with fit_known(profile, torch.sin) as room:
         with room.step():
             made = make_rows().sin()
-            assert room._modes._sliced_ops.has_waiting
+            assert room._modes.sliced_ops.has_waiting
             if is_in_step:
                 found = read(made)
-        assert not room._modes._sliced_ops.has_waiting
+        assert not room._modes.sliced_ops.has_waiting
         if not is_in_step:
             found = read(made)
     assert str(found) == str(expected)
@@ -231,7 +231,7 @@ def test_nothing_is_read_ahead_before_it_is_written(profile: HardwareProfile) ->
         del ballast
         with room.step():
             made = rows.sin()
-            assert room._modes._sliced_ops.has_waiting
+            assert room._modes.sliced_ops.has_waiting
             get_pager(room).begin_reload(made.untyped_storage())
             assert torch.equal(made[:, :1], expected)
 
@@ -252,7 +252,7 @@ def test_nothing_waits_that_reads_an_array(profile: HardwareProfile) -> None:
     array = make_rows().numpy()
     with fit_known(profile, torch.sin) as room, room.step():
         made = torch.from_numpy(array).sin()
-        assert not room._modes._sliced_ops.has_waiting
+        assert not room._modes.sliced_ops.has_waiting
         array[:] = 0
     assert torch.equal(made, make_rows().sin())
 
@@ -327,4 +327,4 @@ def test_results_that_nobody_uses(profile: HardwareProfile, stretches: list[tupl
         del made
         make_rows().sum()
         assert not stretches
-        assert not get_pager(room).sections.list_made() and not room._modes._sliced_ops.has_waiting
+        assert not get_pager(room).sections.list_made() and not room._modes.sliced_ops.has_waiting

@@ -74,11 +74,14 @@ class OptimizerSteps:
         self._ends_at_next_call = False
         self._begins_at_end = False
         self._is_running = False
+        self._has_failed = False
+        self._is_updating = False
         self._is_closed = False
         entries = [*list_entries(model), *(() if first_called is None else (first_called,))]
         self._model = model
         self._calls = [self._attach(each) for each in {id(each): each for each in entries}.values()]
-        self._removals = [each.register_step_post_hook(self._end_after).remove for each in self._optimizers]
+        self._removals = [each.register_step_pre_hook(self._begin_update).remove for each in self._optimizers]
+        self._removals += [each.register_step_post_hook(self._end_after).remove for each in self._optimizers]
         self._removals.append(listen(self))
         stay_watched()  # steps may begin and end in compiled functions
 
@@ -86,6 +89,14 @@ class OptimizerSteps:
     def is_running(self) -> bool:
         """True inside a step."""
         return self._is_running
+
+    @property
+    def has_failed(self) -> bool:
+        """True inside a step that was refused memory, or whose call, backward pass or update raised an error.
+
+        The program may have caught that, to go on with this step or with another training.
+        """
+        return self._is_running and (self._has_failed or self._is_updating or self._room.was_refused)
 
     @property
     def begins_at_ends(self) -> bool:
@@ -103,6 +114,7 @@ class OptimizerSteps:
         """Begin a step now."""
         self._room.begin_step()
         self._is_running = True
+        self._has_failed = self._is_updating = False
 
     @undisturbed
     def end(self, error: BaseException | None = None) -> None:
@@ -119,6 +131,10 @@ class OptimizerSteps:
     def end_at_next_call(self) -> None:
         """End the running step at the next call of the model: all that is left of it is the update."""
         self._ends_at_next_call = self._is_running
+
+    def note_failure(self) -> None:
+        """Note that a part of the running step has raised an error."""
+        self._has_failed = True
 
     def close(self, error: BaseException | None = None) -> None:
         """Watch the loop no more. A running step is aborted. `error`: the exception that ended the loop, if any."""
@@ -157,9 +173,13 @@ class OptimizerSteps:
         inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._begin_before(module):
-                return module(*args, **kwargs)  # once more, so that the room sees the call
-            return inner(*args, **kwargs)
+            try:
+                if self._begin_before(module):
+                    return module(*args, **kwargs)  # once more, so that the room sees the call
+                return inner(*args, **kwargs)
+            except BaseException:
+                self.note_failure()
+                raise
 
         return replace_call(module, call)
 
@@ -174,7 +194,11 @@ class OptimizerSteps:
         self.begin()
         return True
 
+    def _begin_update(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._is_updating = True
+
     def _end_after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._is_updating = False
         if self._is_closed:
             return
         if is_in_backward():

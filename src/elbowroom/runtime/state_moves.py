@@ -57,10 +57,14 @@ class StateSchedule:
 
     @functools.cached_property
     def there_at_begin(self) -> Sequence[int]:
-        """Storages that are in memory when the step begins, or on their way back; the first used first."""
-        trace, away = self.trace, set(self.away_at_begin)
-        there = [each for each in trace.state if trace.storages[each].created < 0 and each not in away]
-        return sorted(there, key=lambda each: trace.state_uses[each][0].tick)
+        """Storages that are in memory when they are first used, or on their way back; the first used first.
+
+        Without those that leave before: the last step copied them, and the plan has no room for them if they return.
+        """
+        trace, away = self.trace, list_away(self.trace, self.plan)
+        first = {each: trace.state_uses[each][0].tick for each in trace.state if trace.storages[each].created < 0}
+        leaving = {each for each, spans in away.items() if any(begin <= first.get(each, 0) for begin, _ in spans)}
+        return sorted(first.keys() - leaving, key=lambda each: (first[each], each))
 
     def list_positions(self, *, is_before: bool) -> set[int]:
         """Return the positions of the ops with moves before them, or after them."""

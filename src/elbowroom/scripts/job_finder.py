@@ -43,19 +43,25 @@ class JobFinder:
 
     Args:
         found: called with a job before that call, or after an optimizer's step if no call was seen.
-        is_over: called when another optimizer is made after a job was found. Returns True if a new job begins.
+        is_over: called with another optimizer that is made after a job was found. Returns True if a new job begins.
         went_back: called after each `Tensor.backward` while a job without an optimizer runs.
+        failed: called when `Tensor.backward` raises an error.
 
     `Optimizer.__init__` and `Tensor.backward` are replaced, and `nn.Module.__call__` from the first optimizer to its
     job, but not in compiled functions. The first call of one that may train begins a job, too.
     """
 
     def __init__(
-        self, found: Callable[[FoundJob], None], is_over: Callable[[], bool], went_back: Callable[[], None]
+        self,
+        found: Callable[[FoundJob], None],
+        is_over: Callable[[Optimizer], bool],
+        went_back: Callable[[], None],
+        failed: Callable[[], None],
     ) -> None:
         self._found = found
         self._is_over = is_over
         self._went_back = went_back
+        self._failed = failed
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._init = Optimizer.__init__
         self._call = nn.Module.__call__
@@ -80,7 +86,11 @@ class JobFinder:
 
         @functools.wraps(backward)
         def watched_backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            backward(tensor, *args, **kwargs)
+            try:
+                backward(tensor, *args, **kwargs)
+            except BaseException:
+                self._failed()
+                raise
             if self._has_bare_job:
                 self._went_back()
             elif not self._optimizers:
@@ -99,7 +109,7 @@ class JobFinder:
     @undisturbed
     def _note(self, optimizer: Optimizer) -> None:
         if self._has_bare_job or (self._optimizers and not self._is_searching):
-            if not self._is_over():
+            if not self._is_over(optimizer):
                 return
             # The former job's optimizers may be garbage that the collector has not found yet. One that steps again
             # is noticed then.
@@ -170,7 +180,7 @@ class JobFinder:
         is_known = any(optimizer is each for each in optimizers)
         if self._is_searching and is_known:
             self._report(None, optimizers, _list_trained(optimizers))
-        elif not is_known and self._is_over():  # of a former job
+        elif not is_known and self._is_over(optimizer):  # of a former job
             self._optimizers.append(weakref.ref(optimizer))
             self._search()
 

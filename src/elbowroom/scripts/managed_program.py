@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from elbowroom.api import fit
 from elbowroom.hooks.attachment import is_marked
@@ -49,8 +50,9 @@ class ManagedProgram:
         self._view = view
         self._profile = profile
         self._room: Room | None = None
+        self._models: list[torch.nn.Module] = []
         self._steps: OptimizerSteps | None = None
-        self._finder = JobFinder(self._start, self._stop_for_another, self._note_backward)
+        self._finder = JobFinder(self._start, self._stop_for_another, self._note_backward, self._note_failure)
         self.rooms = 0
         self.has_own_rooms = False
 
@@ -75,11 +77,10 @@ class ManagedProgram:
             self.has_own_rooms = True
             return
         # Other ranks may have other modules beside the model.
-        if self.rooms:
-            gc.collect()  # what is left of the former job is not part of this one
+        gc.collect()  # what is left of a former job, or of a model that was dropped, is not part of this one
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        models = [job.model, *(list_other_models(job.model) if is_alone else ())]
-        room = fit(models, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
+        self._models = [job.model, *(list_other_models(job.model) if is_alone else ())]
+        room = fit(self._models, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
         room.count_also(list_other_tensors(job.model))
         self._profile = room.profile
         self._room = room
@@ -103,13 +104,24 @@ class ManagedProgram:
                 MOST_ROOMS,
             )
 
-    def _stop_for_another(self) -> bool:
-        """End the present job, unless another optimizer is made inside one of its steps, which then belongs to it."""
-        if self._steps is not None and self._steps.is_running and not self._steps.begins_at_ends:
+    def _stop_for_another(self, optimizer: Optimizer) -> bool:
+        """End the present job, unless another optimizer is made inside one of its steps, which then belongs to it.
+
+        It is that of an inner loop if it updates another model, as in MAML, and nothing has failed. A program that
+        catches an error may give up the step, and train again with a new model or a new optimizer.
+        """
+        steps = self._steps
+        is_inside = steps is not None and steps.is_running and not steps.begins_at_ends and not steps.has_failed
+        if is_inside and not self._is_for_same_model(optimizer):
             return False
         self._stop(None)
         self._room = None  # it holds the former model
+        self._models = []
         return True
+
+    def _is_for_same_model(self, optimizer: Optimizer) -> bool:
+        own = {id(each) for model in self._models for each in model.parameters()}
+        return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
 
     def _stop(self, error: BaseException | None) -> None:
         if self._steps is None or self._room is None:
@@ -124,6 +136,10 @@ class ManagedProgram:
     def _note_backward(self) -> None:
         if self._steps is not None:
             self._steps.end_at_next_call()
+
+    def _note_failure(self) -> None:
+        if self._steps is not None:
+            self._steps.note_failure()
 
     def _note_step(self) -> None:
         assert self._room is not None

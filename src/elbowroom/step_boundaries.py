@@ -1,0 +1,81 @@
+"""StepBoundaries: where the steps of a room begin and end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import NamedTuple
+
+from elbowroom.errors import UsageError
+from elbowroom.shared_lease import LeaseHolder, SharedLease
+from elbowroom.step_modes import StepModes
+
+
+class _OpenStep(NamedTuple):
+    """A step that has begun, and the id of the thread that began it."""
+
+    context: contextlib.AbstractContextManager[None]
+    thread: int
+
+
+class StepBoundaries:
+    """Begins and ends the steps of a room, one at a time.
+
+    Args:
+        modes: run the steps.
+        shared: lease that may change between steps; None if the room has a budget of its own.
+    """
+
+    def __init__(self, modes: StepModes, shared: SharedLease | None) -> None:
+        self._modes = modes
+        self._shared = shared
+        self._step: _OpenStep | None = None
+
+    @property
+    def is_inside(self) -> bool:
+        """True while a step runs."""
+        return self._step is not None
+
+    @property
+    def is_inside_own(self) -> bool:
+        """True while a step runs that this thread has begun."""
+        return self._step is not None and self._step.thread == threading.get_ident()
+
+    def begin(self, room: LeaseHolder) -> None:
+        """Begin a step. Errors: as for `Room.begin_step`."""
+        if self._step is not None:
+            raise UsageError(
+                "a step begins inside a step of the same room: one `with room.step():`, or one begin_step() with its "
+                "end_step(), is one whole training step"
+            )
+        if self._shared is not None:
+            self._shared.renew(room)
+        self._step = _OpenStep(self._modes.step(), threading.get_ident())
+        try:
+            self._step.context.__enter__()
+        except BaseException:
+            self._note_end(room)
+            raise
+
+    def end(self, room: LeaseHolder, error: BaseException | None = None) -> None:
+        """End the step. Arguments and errors: as for `Room.end_step`."""
+        step = self._step
+        if step is None:
+            raise UsageError("no step of this room has begun: call begin_step() first")
+        if step.thread != threading.get_ident():
+            raise UsageError("this step was begun in another thread, which has to end it")
+        try:
+            if error is None:
+                step.context.__exit__(None, None, None)
+            else:
+                step.context.__exit__(type(error), error, error.__traceback__)
+        finally:
+            self._note_end(room)
+        if self._shared is not None and error is None:
+            self._shared.note_step(room)
+
+    def _note_end(self, room: LeaseHolder) -> None:
+        """Note that no step runs any more, whether it succeeded or failed."""
+        self._step = None
+        if self._shared is not None:
+            self._shared.begin_idle(room)
