@@ -63,6 +63,10 @@ class TraceError(ElbowroomError, ValueError):
     """A trace, plan, profile or other value is corrupt, inconsistent, or of a newer format."""
 
 
+UPDATE_MARKS = ("elbowroom.begin_update.default", "elbowroom.end_update.default")
+"""Names of the ops between which an optimizer updates some parameters, see `ir.updates`."""
+
+
 class Infeasible(ElbowroomError):
     """No plan fits the budget, or the limit on the tier below.
 
@@ -135,7 +139,7 @@ class Infeasible(ElbowroomError):
         """Set where the op runs. `is_near`: in the backward pass of this module or of the one after it."""
         self.module = module
         self.line = line
-        place = f"{self.op} runs"
+        place = "the optimizer updates some parameters" if self.op in UPDATE_MARKS else f"{self.op} runs"
         if module is not None:
             place += f" in{' the backward pass of' if is_near else ''} {module or 'the model itself'}"
         if is_near:

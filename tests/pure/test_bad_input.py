@@ -23,6 +23,7 @@ from elbowroom.errors import (
     UsageError,
 )
 from elbowroom.hardware.shipped import load_shipped
+from elbowroom.ir import updates
 from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
@@ -297,6 +298,11 @@ def test_a_solver_that_runs_out_of_time_logs_it_and_returns_a_plan(
         made = plan(trace, costs, budget_bytes, strategy=strategy, min_offload_bytes=1)
     assert simulate(trace, costs, made).peak_bytes <= budget_bytes
     assert "1e-06 s" in caplog.text and caplog.records[-1].levelno >= logging.INFO
+
+
+def test_the_error_names_no_op_of_ours() -> None:
+    error = Infeasible(needed_bytes=2, budget_bytes=1, op=updates.BEGIN, is_whole_step=True, line="train.py:7")
+    assert "(2 bytes) are needed at once when the optimizer updates some parameters (train.py:7)." in str(error)
 
 
 @pytest.mark.parametrize("step", ["anneal_all", "polish", "solve_fluid"])

@@ -24,7 +24,9 @@ _ENGINE: CodeType = torch.autograd.graph._engine_run_backward.__code__
 
 _ELBOWROOM = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _WORKLOADS = os.path.join(_ELBOWROOM, "workloads", "")
-_NO_PROGRAM = (os.path.join(os.path.dirname(torch.__file__), ""), _ELBOWROOM, "<eval_with_key>", "<frozen ")
+_NO_PROGRAM = (
+    os.path.join(os.path.dirname(torch.__file__), ""), _ELBOWROOM, contextlib.__file__, "<eval_with_key>", "<frozen "
+)  # fmt: skip
 """Prefixes of file names that do not belong to the program."""
 
 

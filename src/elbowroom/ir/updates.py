@@ -6,10 +6,9 @@ none of it leaves the device, so a transfer that fails leaves each of these para
 
 from __future__ import annotations
 
-BEGIN = "elbowroom.begin_update.default"
-"""Name of the op that begins an update."""
+from elbowroom.errors import UPDATE_MARKS
 
-END = "elbowroom.end_update.default"
-"""Name of the op that ends it."""
+BEGIN, END = UPDATE_MARKS
+"""Names of the op that begins an update, and of the one that ends it."""
 
-MARKS = frozenset((BEGIN, END))
+MARKS = frozenset(UPDATE_MARKS)
