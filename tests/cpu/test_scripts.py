@@ -326,6 +326,8 @@ def train_again_after(place: str) -> Outcome:
             if index == 2 and place == "call":
                 net[-1].register_forward_pre_hook(fail)
             loss = net(batch).square().mean()
+            if index == 2 and place == "script":
+                fail()
             if index == 2 and place == "memory":
                 torch.empty(1 << 40, dtype=torch.uint8)
             if index == 2 and place == "backward":
@@ -412,7 +414,10 @@ LOOPS = (
     Expected(train_compiled_in_place, budget=6 << 20),
     Expected(train_compiled_function, budget=6 << 20),
     Expected(train_twice, rooms=2),
-    *(Expected(train_again_after, rooms=2, place=place) for place in ("call", "memory", "backward", "update")),
+    *(
+        Expected(train_again_after, rooms=2, place=place)
+        for place in ("call", "script", "memory", "backward", "update")
+    ),
     Expected(train_with_another_optimizer, rooms=2),
     Expected(train_with_inner_loops, budget=3 * BUDGET),
 )

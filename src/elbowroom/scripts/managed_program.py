@@ -25,6 +25,10 @@ MOST_ROOMS = 4
 """Number of jobs in one program after which a warning says that each begins anew."""
 
 
+SOME_STEPS = 2
+"""Steps without an inner loop after which none is expected."""
+
+
 class ManagedProgram:
     """Fits each training job of a program into a budget as soon as the program begins to train.
 
@@ -51,6 +55,8 @@ class ManagedProgram:
         self._profile = profile
         self._room: Room | None = None
         self._models: list[torch.nn.Module] = []
+        self._whole_steps = 0  # of the latest job
+        self._has_inner_loops = False
         self._steps: OptimizerSteps | None = None
         self._finder = JobFinder(self._start, self._stop_for_another, self._note_backward, self._note_failure)
         self.rooms = 0
@@ -84,6 +90,7 @@ class ManagedProgram:
         room.count_also(list_other_tensors(job.model))
         self._profile = room.profile
         self._room = room
+        self._whole_steps, self._has_inner_loops = 0, False
         self.rooms += 1
         if self._journal_file is not None:
             self._journal_file.begin_room()
@@ -107,12 +114,15 @@ class ManagedProgram:
     def _stop_for_another(self, optimizer: Optimizer) -> bool:
         """End the present job, unless another optimizer is made inside one of its steps, which then belongs to it.
 
-        It is that of an inner loop if it updates another model, as in MAML, and nothing has failed. A program that
-        catches an error may give up the step, and train again with a new model or a new optimizer.
+        It is that of an inner loop if it updates another model, as in MAML. But a program that catches an error may
+        give up the step and train again: with a new optimizer for the model, or with a new model, after an error that
+        was seen or after steps without an inner loop.
         """
         steps = self._steps
         is_inside = steps is not None and steps.is_running and not steps.begins_at_ends and not steps.has_failed
-        if is_inside and not self._is_for_same_model(optimizer):
+        has_loops = self._has_inner_loops or self._whole_steps < SOME_STEPS
+        if is_inside and has_loops and not self._is_for_same_model(optimizer):
+            self._has_inner_loops = True
             return False
         self._stop(None)
         self._room = None  # it holds the former model
@@ -143,6 +153,7 @@ class ManagedProgram:
 
     def _note_step(self) -> None:
         assert self._room is not None
+        self._whole_steps += 1
         if self._journal_file is not None and self._journal_file.is_due():
             journal = self._room.journal()
             self._write(lambda file: file.write(journal))
