@@ -57,8 +57,9 @@ class Leaks:
 
     def find(self) -> dict[str, list[str]]:
         """Everything that is there now, by kind."""
+        running = [thread.name for thread in threading.enumerate() if thread.is_alive()]  # others never began
         found = {
-            "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("elbowroom-")],
+            "threads": [name for name in running if name.startswith("elbowroom-")],
             "spill files": list_nameless_files(),
         }
         torch = sys.modules.get("torch")

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from elbowroom._threads import start_thread
+
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn, TaskID
 
@@ -47,7 +49,7 @@ def announcing(
     try:
         # If no thread can be started, as under a tight limit on memory, nothing is shown.
         with contextlib.suppress(RuntimeError):
-            timer.start()
+            start_thread(timer)
         yield functools.partial(_screen().advance, work)
     finally:
         timer.cancel()

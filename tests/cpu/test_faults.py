@@ -21,8 +21,11 @@ import pytest
 import torch
 
 import elbowroom
+from elbowroom import _threads
+from elbowroom._threads import can_start_threads
 from elbowroom.errors import TransferFailed
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.planner.searching.cores import run_all
 from elbowroom.runtime.copies import Record, Records
 from elbowroom.runtime.spill_queue import SpillCopy, SpillQueue
 from elbowroom.runtime.stream_transfers import StreamTransfers
@@ -126,16 +129,20 @@ def test_a_forked_process_cannot_use_the_device_and_leaves_its_memory_alone() ->
     assert streams.pinned == {}
 
 
-@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, None], ids=["refused", "no memory", "dies at once"])
 def test_transfers_without_a_thread(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
 ) -> None:
-    def refuse(self: threading.Thread) -> None:
-        raise error("can't start new thread")
+    """If memory is short, a thread may die before it has run any of Python's code. `Thread.start` does not notice."""
 
+    def refuse(self: threading.Thread) -> None:
+        if error is not None:
+            raise error("can't start new thread")
+
+    monkeypatch.setattr(_threads, "START_SECONDS", 0.01)
     transfers, source = ThreadTransfers(SpillFile(tmp_path)), make_storage(3)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(threading.Thread, "_bootstrap" if error is None else "start", refuse)
         copy = transfers.offload(source)
         transfers.finish(copy)
         back = transfers.reload(copy)
@@ -144,7 +151,10 @@ def test_transfers_without_a_thread(
         patch.setattr(SpillFile, "write", interrupt)
         with pytest.raises(KeyboardInterrupt):
             transfers.offload(source)
+        assert not can_start_threads()
+        assert run_all([lambda: 1, lambda: 2]) == [1, 2]
     transfers.finish(copy)
+    transfers._queue._starts_from = 0.0
     other = transfers.offload(source)  # where there may be threads again
     transfers.finish(other)
     assert transfers._queue._thread is not None

@@ -17,6 +17,7 @@ from collections import deque
 
 import torch
 
+from elbowroom._threads import start_thread
 from elbowroom.errors import TransferFailed
 from elbowroom.hooks.storage_ids import get_address
 from elbowroom.ir.placement import Placement
@@ -25,6 +26,9 @@ from elbowroom.tiers.disk import SpillFile
 
 CHECK_SECONDS = 1.0
 """Interval at which a waiter checks that the thread still runs."""
+
+WAITS = 10
+"""A thread that could not be started is tried again after so many times as long as that took."""
 
 RETRY_SECONDS = 0.01
 """Delay before the thread retries after an exception."""
@@ -144,6 +148,7 @@ class SpillQueue:
         self._lock = threading.RLock()  # guards this object's state and the blocks of the spill file
         self._closing = self._stopped = False
         self._thread: threading.Thread | None = None
+        self._starts_from = 0.0  # time from which a thread may be started
         self._working = threading.Lock()  # held by the thread that carries out transfers...
         self._worker: int | None = None  # ...and its id
         self._running: list[SpillJob] = []  # several if the handler of a signal has transfers of its own
@@ -268,13 +273,23 @@ class SpillQueue:
         """Have a thread carry out a transfer that was enqueued. Do so here if none runs and none can be started."""
         if self._working.locked():
             return
-        thread = threading.Thread(target=self._work, name="elbowroom-transfers", daemon=True)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError):
+        if not self._start_thread():
             self._work(job)
             if (error := job.error) is not None and not isinstance(error, Exception):
                 raise type(error)(*error.args) from None  # Ctrl-C; not the error itself, which would refer to itself
+
+    def _start_thread(self) -> bool:
+        """Start the thread. Return False if none can be started, or if that has just taken long in vain."""
+        begin = time.monotonic()
+        if begin < self._starts_from:
+            return False
+        try:
+            start_thread(threading.Thread(target=self._work, name="elbowroom-transfers", daemon=True))
+        except RuntimeError:
+            end = time.monotonic()
+            self._starts_from = end + WAITS * (end - begin)
+            return False
+        return True
 
     def _work(self, last: SpillJob | None = None) -> None:
         """Carry out transfers, in a thread of its own or up to `last`."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from elbowroom._threads import can_start_threads
+
 Result = TypeVar("Result")
 
 
@@ -22,7 +24,7 @@ def run_all(tasks: Sequence[Callable[[], Result]], stop: Callable[[], None] = la
         KeyboardInterrupt: no further task is started, and the running ones have ended.
     """
     cores = min(len(tasks), os.cpu_count() or 1)
-    if cores > 1:
+    if cores > 1 and can_start_threads():
         pool = ThreadPoolExecutor(max_workers=cores)
         try:
             running = [pool.submit(task) for task in tasks]
