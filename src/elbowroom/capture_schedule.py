@@ -9,8 +9,9 @@ from elbowroom.ir.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-MOST_STEPS_BETWEEN_CAPTURES = 64
-"""Limit on the steps without a plan between two captures."""
+MOST_STEPS_BETWEEN_CAPTURES = 61
+"""Limit on the steps without a plan between two captures. A prime, so that captures meet each of several kinds of step
+that take turns."""
 
 FIRST_PATIENCE = 2
 """Steps in a row whose optimizer runs other ops than the trace has, after which the step is captured again. The number
@@ -18,6 +19,9 @@ doubles each time that this is in vain."""
 
 MOST_STEPS_AWAITED = 256
 """Limit on the steps that are traced in expectation of one of a kind that has recurred."""
+
+MOST_EXPECTED = 6
+"""Limit on the futile captures in a row after which no kind of step is expected at the pace of its last ones."""
 
 MOST_WITHOUT_NEEDS = 4
 """Limit on the evaluations in a row that are captured in expectation of a training step."""
@@ -48,6 +52,7 @@ class CaptureSchedule:
         self._some_have_needs = False
         self._without_needs = 0  # captures since the last step that had some
         self._has_recurred = False
+        self._recurred_at = 0
         self._awaited = 0  # steps left
         self._plan: Plan | None = None  # of the last step that has followed one
         self._partly = 0  # steps in a row that have followed it, but for its moves of model state
@@ -69,13 +74,19 @@ class CaptureSchedule:
         self._awaited -= 1
         return True
 
-    def note_recurrence(self, *, is_unlike_any: bool) -> None:
+    def note_recurrence(self, step: int, *, is_unlike_any: bool) -> None:
         """Note that a kind of step without a plan has recurred, and is worth one.
 
+        If the next capture met another kind, it is expected again after as many steps as passed since the last time:
+        kinds that take turns would otherwise be missed for ever by captures at distances of powers of two.
+
         Args:
+            step: of that kind.
             is_unlike_any: whether its first save tells. What differs later on is captured only from its beginning.
         """
-        self._has_recurred = True
+        if self._has_recurred and 0 < self._futile <= MOST_EXPECTED:
+            self._next = step + step - self._recurred_at
+        self._has_recurred, self._recurred_at = True, step
         self._awaited = MOST_STEPS_AWAITED if is_unlike_any else 0
 
     def note_success(self) -> None:

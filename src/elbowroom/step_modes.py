@@ -282,7 +282,8 @@ class StepModes:
         elif state is not None and self._beside.note_left(entries[0], state):
             pass  # it is of that kind
         elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes, record):
-            self._schedule.note_recurrence(is_unlike_any=state is not None and state.is_unlike_any)
+            is_unlike_any = state is not None and state.is_unlike_any
+            self._schedule.note_recurrence(self._metering.steps - 1, is_unlike_any=is_unlike_any)
         return record, followed
 
     def _make_capture(self, meter: Meter) -> LiveCapture:

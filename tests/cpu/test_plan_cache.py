@@ -270,6 +270,16 @@ def test_a_kind_that_recurs_is_captured_when_it_comes(profile: HardwareProfile) 
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("plans_at_once")
+@pytest.mark.parametrize("kinds", [(9, 8, 7), (9, 8, 7, 6)], ids=len)
+def test_kinds_that_take_turns_get_their_plans(kinds: tuple[int, ...], profile: HardwareProfile) -> None:
+    """All begin alike, so that they are captured by trial."""
+    budget = int(0.6 * find_plain_peak(make_exits, 9, profile))
+    room, records = compare(make_exits, kinds * 14, budget, profile)
+    assert len(room._cache.entries) == len(kinds)
+    assert {record.mode for record in records[-len(kinds) :]} == {Mode.PLANNED}
+
+
 def test_further_kinds_are_planned_quickly_at_first(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search follows once steps under the quick plan may have lost as much time as it takes."""
     search_seconds = 1e6
