@@ -34,6 +34,7 @@ def probed(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setattr(profile_store, "probe", measure)
     monkeypatch.setattr(profile_store, "find_cache", lambda: tmp_path)
+    monkeypatch.setattr(profile_store, "median_seconds", lambda *_, **__: 1e-3)  # however busy the machine is
     return found
 
 
@@ -109,6 +110,10 @@ def test_a_file_that_cannot_be_read_is_replaced(probed: Probed, tmp_path: pathli
     path.write_text(contents)
     load_or_probe("cpu"), load_or_probe("cpu")
     assert len(probed) == 2
+
+
+def test_the_speed_of_the_machine_is_checked(tmp_path: pathlib.Path) -> None:
+    assert 0 < ProfileStore(torch.device("cpu"), str(tmp_path))._time_check_work() < 1
 
 
 def test_without_a_folder_it_is_measured_each_time(
