@@ -15,7 +15,6 @@ from elbowroom.hooks.sharded import is_sharded, list_bucketed
 from elbowroom.hooks.storage_ids import get_any_storage, unwrap
 from elbowroom.ir.trace import Role
 from elbowroom.tracing.residents import (
-    FirstUpdates,
     OptimizerStates,
     Resident,
     list_kept_tensors,
@@ -55,11 +54,6 @@ class Job:
     def optimizer_states(self) -> OptimizerStates:
         """Notices when they are replaced."""
         return OptimizerStates(self.optimizers)
-
-    @functools.cached_property
-    def first_updates(self) -> FirstUpdates:
-        """Notices the first update of each optimizer."""
-        return FirstUpdates(self.optimizers)
 
     def count_parameters(self) -> Counter[int]:
         """Return how many storages of parameters have how many bytes; of shards those of this rank."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from elbowroom.cost.prediction_check import is_off
 from elbowroom.cost.recordings import leave_out_replays, smooth_recordings
-from elbowroom.errors import Infeasible
+from elbowroom.errors import Infeasible, TraceError
 from elbowroom.hooks.input_guard import Inputs
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.digest import digest
@@ -22,7 +22,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.ir.unused_state import leave_out_unused_state, list_unused_state
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.planned_step import PlannedStep, forecast_plan
-from elbowroom.planner_faults import keeping_plan
+from elbowroom.planner_faults import explain_fault, keeping_plan
 from elbowroom.step_planner import StepPlanner
 from elbowroom.unused_state_plans import LeavesOut, plan_beside_unused
 
@@ -230,6 +230,9 @@ class PlanCache:
             if self.planner.fits_without_plan(trace, digest(trace), None, self.lease, regroups=regroups):
                 return []
             raise
+        except TraceError as error:
+            logger.warning("%s", explain_fault(error))
+            return []
 
     def replan(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Replan a step with measured costs of its ops.

@@ -32,6 +32,7 @@ from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_runner import StepRunner
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.tracing.live import LiveCapture, explain_no_needs
+from elbowroom.tracing.residents import FirstUpdates
 
 
 class StepModes:
@@ -68,6 +69,7 @@ class StepModes:
         self._pager = pager
         self.sliced_ops = sliced_ops
         self._between_steps = BetweenSteps(ledger, pager)
+        self._first_updates = FirstUpdates(job.optimizers)
         self.agreed = agreed
         self._schedule = CaptureSchedule()
         self.captured = CapturedSteps(job, cache, metering, pager, sliced_ops, self._schedule, agreed)
@@ -135,7 +137,7 @@ class StepModes:
             return self._run_capture()
         if entry is None:
             return self._run_dynamic(self._schedule.reason)
-        awaits_state = not self._job.first_updates.are_over() and self._pager.is_needed(self._cache.lease.device_bytes)
+        awaits_state = not self._first_updates.are_over() and self._pager.is_needed(self._cache.lease.device_bytes)
         if entry.planned.is_plain and not awaits_state and self._plain_check.fits(entry):
             return self._run_plain(entry)
         return self._run_planned(entry, awaits_state=awaits_state)

@@ -44,7 +44,7 @@ def faults_of_the_planner(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         raise error
 
     if "tolerates_faults" not in request.fixturenames:
-        for name in ("captured_steps.explain_fault", "planner_faults.explain_fault_again"):
+        for name in ("captured_steps.explain_fault", "plan_cache.explain_fault", "planner_faults.explain_fault_again"):
             monkeypatch.setattr(f"elbowroom.{name}", fail)
 
 

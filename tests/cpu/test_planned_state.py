@@ -304,6 +304,30 @@ def test_training_goes_on_after_a_fault_of_the_planner(
     assert "please report this: no such gap" in caplog.text
 
 
+@pytest.mark.usefixtures("tolerates_faults")
+def test_another_budget_after_a_fault_of_the_planner(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step runs without a plan then."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise TraceError("no such gap")
+
+    plain = run_plain(JOBS["adamw"], 12)
+    job, losses = JOBS["adamw"](), []
+    with fit(job, profile, 2 * PARAMETER_BYTES, mode="auto") as room:
+        for index in range(12):
+            if index == 6:
+                monkeypatch.setattr("elbowroom.step_planner.make_plan", fail)
+                room.set_budget(3 * PARAMETER_BYTES // 2)
+            with room.step():
+                losses.append(job.step(index))
+        records = room.journal().steps[6:]
+    assert "please report this: no such gap" in caplog.text
+    assert all((record.peak_bytes or 0) <= 3 * PARAMETER_BYTES // 2 for record in records)
+    assert_same(list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}, plain)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_smaller_budget_for_a_step_that_updates_all_parameters_at_once(name: str, profile: HardwareProfile) -> None:
     plain = run_plain(JOBS[name], 12)

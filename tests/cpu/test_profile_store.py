@@ -53,6 +53,16 @@ def test_a_machine_is_measured_once(probed: Probed) -> None:
     assert [each.name for each in again.tiers] == ["ram", "disk"] and all(each.capacity_bytes for each in again.tiers)
 
 
+def test_a_spill_folder_in_memory_is_said_once(
+    probed: Probed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("elbowroom.hardware.probe.name_file_system", lambda _: "tmpfs")
+    load_or_probe("cpu")  # the measurement itself would say it
+    assert "tmpfs" not in caplog.text
+    load_or_probe("cpu")
+    assert caplog.text.count("tmpfs") == 1 and len(probed) == 1
+
+
 def test_rooms_use_the_stored_profile_unless_told_not_to(
     probed: Probed, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

@@ -53,16 +53,17 @@ def probe(
             not writable or full.
     """
     chosen, folder = choose_place(device, spill_folder, most_bytes)
+    warn_of_memory(folder)
     sizes = choose_sizes(chosen.type, most_bytes)
     announcement = announcing("measuring this machine", steady=False) if progress is None else nullcontext(progress)
-    with announcement as report, plain_torch(chosen), _scarce_memory(chosen):
+    with announcement as report, measuring(chosen):
         profile = _measure(chosen, folder, sizes, report)
         report("done", 1.0)
     return profile
 
 
 def choose_place(device: str, spill_folder: str | None, most_bytes: int | None) -> tuple[torch.device, str]:
-    """Return the device and the spill folder that `probe` measures. Warn if the folder is in memory.
+    """Return the device and the spill folder that `probe` measures.
 
     Raises:
         UsageError: as for `probe`.
@@ -70,9 +71,13 @@ def choose_place(device: str, spill_folder: str | None, most_bytes: int | None) 
     chosen = _choose_device(device)
     folder = find_temporary() if spill_folder is None else spill_folder
     check_spill_folder(folder, min(choose_sizes(chosen.type, most_bytes).block_bytes, LINK_BLOCK_BYTES))
-    if name_file_system(folder) == "tmpfs":
-        logger.warning("the spill folder %s is in memory (tmpfs): offloading to it saves no memory", folder)
     return chosen, folder
+
+
+def warn_of_memory(spill_folder: str) -> None:
+    """Warn if a spill folder is in memory."""
+    if name_file_system(spill_folder) == "tmpfs":
+        logger.warning("the spill folder %s is in memory (tmpfs): offloading to it saves no memory", spill_folder)
 
 
 def _choose_device(device: str) -> torch.device:
@@ -98,20 +103,19 @@ def _choose_device(device: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def plain_torch(device: torch.device) -> Iterator[None]:
-    """Return a context in which ops run without the caller's inference, no-grad and autocast modes."""
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield
+def measuring(device: torch.device) -> Iterator[None]:
+    """Return a context in which ops run without the caller's inference, no-grad and autocast modes.
 
-
-@contextlib.contextmanager
-def _scarce_memory(device: torch.device) -> Iterator[None]:
+    Raises:
+        UsageError: the device has too little free memory.
+    """
     try:
-        yield
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
+            yield
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"{device} has too little free memory for measuring (about 2 GiB); probe before building the model, or end "

@@ -19,7 +19,7 @@ import torch
 from elbowroom._folders import find_cache, make_cache
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.hardware.links import name_file_system
-from elbowroom.hardware.probe import choose_place, list_capacities, name_machine, plain_torch, probe
+from elbowroom.hardware.probe import choose_place, list_capacities, measuring, name_machine, probe, warn_of_memory
 from elbowroom.hardware.sizes import choose_sizes
 from elbowroom.hardware.timing import median_seconds
 from elbowroom.ir import files
@@ -66,8 +66,10 @@ def load_or_probe(
     measure = functools.partial(probe, device, spill_folder=spill_folder, most_bytes=most_bytes, progress=progress)
     if not is_enabled:
         return measure()
-    store = ProfileStore(*choose_place(device, spill_folder, most_bytes))
+    chosen, folder = choose_place(device, spill_folder, most_bytes)
+    store = ProfileStore(chosen, folder)
     if (found := store.load(most_bytes)) is not None:
+        warn_of_memory(folder)
         return found
     begin_seconds = time.time()
     profile = measure()
@@ -139,7 +141,7 @@ class ProfileStore:
 
     def _time_check_work(self) -> float:
         device = self._device
-        with plain_torch(device):
+        with measuring(device):
             matrix = torch.ones(CHECK_WIDTH, CHECK_WIDTH, device=device, dtype=torch.float32)
             vector = torch.ones(CHECK_ELEMENTS, device=device, dtype=torch.float32)
 
