@@ -99,10 +99,13 @@ def test_slices_give_what_the_whole_op_gives(
             whole = run(op, *reference)
         except (RuntimeError, NotImplementedError):
             continue  # the kernel does not know this dtype
+        alternatives = find_passes(op, args, kwargs, with_partial=True)
+        if not alternatives:
+            continue  # these arguments are not cut
         described = make_results(op, args, kwargs)
         assert [(each.shape, each.dtype) for each in described] == [(each.shape, each.dtype) for each in whole], op
         has_strides = [each.stride() for each in described] == [each.stride() for each in whole]
-        for passes in find_passes(op, args, kwargs, with_partial=True):
+        for passes in alternatives:
             sums = any(each.sums for each in passes)
             exact = not sums and probe_passes(op, args, kwargs, passes, 3, store=store).is_exact
             for parts in (3, 1000) if dtype is torch.float32 else (3,):

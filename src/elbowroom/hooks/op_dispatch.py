@@ -5,16 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.hooks.compiled_regions import hiding_from_guards, may_run_compiled, show_regions
 from elbowroom.native import library
-
-
-def may_mode_change_result() -> bool:
-    """Tell a watcher that runs an op whether a dispatch mode of the program runs it next (PyTorch 2.11)."""
-    are_internal = (hasattr(mode, "_mode_key") for mode in _get_current_dispatch_mode_stack())  # as for fake tensors
-    return not all(are_internal) and bool(library.load().is_above_modes())
 
 
 @contextlib.contextmanager
@@ -23,8 +17,7 @@ def dispatching_ops_to(watcher: TorchDispatchMode) -> Iterator[None]:
 
     An entered dispatch mode would do the same, but PyTorch picks other formulas under a mode, which changes results in
     their last bits. A watcher is called below all dispatch modes and tensor subclasses: it sees the plain ops that they
-    call. With PyTorch 2.11 it is called above them: it sees the ops that the program calls. A call of Inductor's code
-    is one op, which `watcher.run_region` runs.
+    call. A call of Inductor's code is one op, which `watcher.run_region` runs.
     """
     native = library.load()
     show_regions()

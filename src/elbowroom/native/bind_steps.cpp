@@ -326,7 +326,6 @@ void bind_watch(py::module_& module) {
   module.def("update_key", &update_key, "Watch the ops of this thread if it has watchers, or there is managed state.");
   module.def("get_watchers", &get_watchers, "Return the watchers of this thread.");
   module.def("get_active_watchers", &get_active_watchers, "Return the watchers that would run an op now.");
-  module.def("is_above_modes", [] { return IS_ABOVE_MODES; }, "Return whether watchers see ops before dispatch modes and tensor subclasses do.");
   module.def("hide_from_guards", &hide_from_guards, "Hide the watchers' dispatch key from Dynamo's guards in this thread.");
   module.def("stop_hiding", &stop_hiding, py::arg("handle"), "Undo `hide_from_guards`.");
   module.def("call_soon", &call_soon, py::arg("function"), "Have the main thread call a function between two bytecode instructions, not inside an op.");

@@ -193,14 +193,14 @@ void OpWatch::run_sliced(const OpKind& kind, at::TensorList written, c10::functi
 }
 
 void OpWatch::run(
-    const c10::OperatorHandle& op, const OpKind& kind, const Count& counted, c10::DispatchKeySet keys,
-    torch::jit::Stack* stack, c10::function_ref<void()> next) {
+    const c10::OperatorHandle& op, const OpKind& kind, const Count& counted, torch::jit::Stack* stack,
+    c10::function_ref<void()> next) {
   if (kind.is_idle) return next();
   const size_t count = op.schema().arguments().size(), returned = op.schema().returns().size();
   const size_t below = stack->size() - count;
   const c10::IValue* arguments = stack->data() + below;
   const Written written = kind.may_write ? list_written(kind, arguments, count) : Written();
-  const bool is_recorded = may_record(counted, keys) && kind.may_be_replayed(arguments, count);
+  const bool is_recorded = may_record(counted) && kind.may_be_replayed(arguments, count);
   std::vector<c10::IValue> given;
   // Whether the op is recorded may depend on the bytes of its results.
   if (may_retry(kind, written) || (is_recorded && written.empty())) given.assign(arguments, arguments + count);
@@ -321,8 +321,7 @@ bool OpWatch::is_expected(const std::string& name, Count& count) {
   return count.tick >= 0;
 }
 
-bool OpWatch::may_record(const Count& count, c10::DispatchKeySet keys) const {
-  if (may_be_changed(keys)) return false;
+bool OpWatch::may_record(const Count& count) const {
   if (count.tick >= 0) return true;
   if (mode_ != Mode::RECORD) return false;
   return at::GradMode::is_enabled() && (scope_ == nullptr || scope_->live_bytes() > resting_bytes_);

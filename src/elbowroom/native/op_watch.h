@@ -70,12 +70,12 @@ class OpWatch {
   bool is_closed() const { return is_closed_; }
   Count count(const OpKind& kind);
   // Returns whether an op may have to be recorded, regardless of its arguments.
-  bool may_record(const Count& count, c10::DispatchKeySet keys) const;
+  bool may_record(const Count& count) const;
 
   // Runs a counted op by `next`, with its arguments on the stack.
   void run(
-      const c10::OperatorHandle& op, const OpKind& kind, const Count& count, c10::DispatchKeySet keys,
-      torch::jit::Stack* stack, c10::function_ref<void()> next);
+      const c10::OperatorHandle& op, const OpKind& kind, const Count& count, torch::jit::Stack* stack,
+      c10::function_ref<void()> next);
   // Runs an op that is not recorded, and writes to these tensors. `sizes`: of its arguments. `next` may be called again.
   void run_unrecorded(const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next);
   // Returns whether an op may be retried after running out of device memory: not if it draws random numbers or writes

@@ -102,7 +102,7 @@ class Counted final : public c10::OperatorKernel {
       : watch_(watch), kind_(kind), count_(count), has_begun_(has_begun) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    watch_.run(op, kind_, count_, keys, stack, [&] {
+    watch_.run(op, kind_, count_, stack, [&] {
       has_begun_ = true;
       op.redispatchBoxed(keys & BELOW_WATCH, stack);
     });
@@ -141,9 +141,10 @@ struct Unboxed<Op, Result(Arguments...)> {
     Thread& thread = get_thread();
     if (thread.has_left) leave_again(thread);
     if (StateTable::is_any_managed()) heed_profilers(thread);
+    if (is_for_python(keys)) return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
     const bool has_bytes = !keys.has_backend(c10::BackendComponent::MetaBit);
     OpWatch* const watch = has_bytes ? find_only_watch(thread) : nullptr;
-    const bool is_unwatched = watch == nullptr && has_bytes && !may_be_changed(keys) && !has_watchers(thread);
+    const bool is_unwatched = watch == nullptr && has_bytes && !has_watchers(thread);
     if (!is_unwatched && (watch == nullptr || watch->is_closed() || watch->has_waiting)) {
       return box(c10::BoxedKernel::makeFromFunction<&run_watched>(), op, keys, arguments...);
     }
@@ -156,7 +157,7 @@ struct Unboxed<Op, Result(Arguments...)> {
       };
       return run_with_state(*kind, thread, run, arguments...);
     }
-    const bool is_sliceable = kind->is_sliceable && watch->slicer() != nullptr && !may_be_changed(keys);
+    const bool is_sliceable = kind->is_sliceable && watch->slicer() != nullptr;
     bool has_begun = false;
     if (!is_sliceable) return run_whole(*watch, op, *kind, thread, keys, has_begun, arguments...);
     int64_t nbytes = 0;
@@ -208,9 +209,7 @@ struct Unboxed<Op, Result(Arguments...)> {
       c10::DispatchKeySet keys, bool& has_begun, Arguments... arguments) {
     const Busy busy(thread);
     const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(WATCHED_KEY)};
-    std::optional<CalledBack> called_back;  // the mode or subclass may use state that the op is not given
-    if (may_be_changed(keys)) called_back.emplace();
-    if (watch.may_record(count, keys)) {
+    if (watch.may_record(count)) {
       auto counted = std::make_unique<Counted>(watch, kind, count, has_begun);
       return box(c10::BoxedKernel::makeFromFunctor(std::move(counted)), op, keys, arguments...);
     }

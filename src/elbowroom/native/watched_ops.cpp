@@ -142,20 +142,26 @@ class OnTop {
   const std::shared_ptr<Mode> mode_;
 };
 
-// Runs an op by a watcher in Python.
-void run_in_python(PyObject* watcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+// Runs an op by the dispatch mode on top, or by the tensor subclass among its arguments, as PyTorch's kernel for the key
+// `Python` does. Ops that it calls start below that key, and come to the watchers.
+void run_by_modes(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const py::gil_scoped_acquire gil;
-  const at::impl::MaybeSetTLSOnEntryGuard entry;  // PyTorch 2.11 requires it of ops under a mode that the watcher enters
-  // Ops that the watcher calls start below this key, as for a mode.
+  const at::impl::MaybeSetTLSOnEntryGuard entry;  // PyTorch 2.11 requires it of ops under a mode that is entered there
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
   const CalledBack called_back;
-  const OnTop guard(watcher);
   try {
     (*getPyInterpreter())->dispatch(op, stack);
   } catch (python_error& error) {
     error.persist();  // makes its message, which is all that TorchScript passes on
     throw;
   }
+}
+
+// Runs an op by a watcher in Python.
+void run_in_python(PyObject* watcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const py::gil_scoped_acquire gil;
+  const OnTop guard(watcher);
+  run_by_modes(op, stack);
 }
 
 // Runs an op by the first `count` watchers, the last of them first, and then by the kernel. `has_begun`: set where it may
@@ -172,7 +178,7 @@ void run_by(
     if (kind == nullptr) return next();
     const OpWatch::Count counted = native->count(*kind);
     native->move_state(counted.position, true);
-    native->run(op, *kind, counted, keys, stack, next);
+    native->run(op, *kind, counted, stack, next);
     get_thread().moves = native;
     get_thread().position = counted.position;
   } else if (is_seen_in_python(op)) {
@@ -225,7 +231,7 @@ namespace {
 void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard hidden{c10::DispatchKeySet(KEY)};
   std::optional<CalledBack> called_back;  // the program's own ops may use state that they are not given
-  if (may_be_changed(keys) || !op.operator_name().name.starts_with("aten::")) called_back.emplace();
+  if (!op.operator_name().name.starts_with("aten::")) called_back.emplace();
   op.redispatchBoxed(keys & BELOW_WATCH, stack);
 }
 
@@ -277,7 +283,7 @@ void run_waiting(c10::function_ref<void()> run) {
   OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native();
   if (watch != nullptr) watch->restore_limit();  // slices that are refused memory become smaller
   const Busy busy;
-  const at::impl::MaybeSetTLSOnEntryGuard entry;  // as in `run_in_python`
+  const at::impl::MaybeSetTLSOnEntryGuard entry;  // as in `run_by_modes`
   const c10::impl::ExcludeDispatchKeyGuard above(DOWN_TO_PYTHON);
   const c10::impl::IncludeDispatchKeyGuard key{c10::DispatchKeySet(KEY)};  // brings back what they use, or raises an error
   const CalledBack called_back;
@@ -414,7 +420,8 @@ void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   thread.moves = nullptr;
   if (thread.has_left) leave_again(thread);
   if (StateTable::is_any_managed()) heed_profilers(thread);
-  OpWatch* const slicing = may_be_changed(keys) ? nullptr : find_slicing_watch(thread);
+  if (is_for_python(keys) && !op.hasKernelForDispatchKey(c10::DispatchKey::Python)) return run_by_modes(op, stack);
+  OpWatch* const slicing = find_slicing_watch(thread);
   const OpKind* kind = nullptr;
   const bool is_known = slicing != nullptr || StateTable::is_any_managed();
   if (is_known && op.hasSchema() && !is_without_bytes(op, *stack)) kind = find_kind(op);

@@ -47,7 +47,7 @@ inline Thread& get_thread() {
 constexpr c10::DispatchKey WATCHED_KEY = c10::DispatchKey::Fake;
 constexpr c10::DispatchKeySet BELOW_WATCH(c10::DispatchKeySet::FULL_AFTER, WATCHED_KEY);
 
-// Whether watchers see ops before dispatch modes and tensor subclasses do, as in PyTorch 2.11 and 2.12.
+// Whether ops reach the watchers' key before dispatch modes and tensor subclasses, as in PyTorch 2.11 and 2.12.
 constexpr bool IS_ABOVE_MODES = WATCHED_KEY > c10::DispatchKey::Python;
 
 // Whether callbacks are skipped for this thread's ops, by us and not by the program.
@@ -94,9 +94,8 @@ class HiddenOps {
   const CalledBack called_back_;
 };
 
-// Returns whether a dispatch mode or a tensor subclass may still change what an op does. It neither runs again nor in
-// slices then, since both bypass them.
-inline bool may_be_changed(c10::DispatchKeySet keys) { return IS_ABOVE_MODES && keys.has(c10::DispatchKey::Python); }
+// Returns whether a dispatch mode or a tensor subclass still has to run an op. Watchers see the ops that it calls.
+inline bool is_for_python(c10::DispatchKeySet keys) { return IS_ABOVE_MODES && keys.has(c10::DispatchKey::Python); }
 
 // Runs an op through all watchers.
 void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);

@@ -20,7 +20,6 @@ from torch.utils.flop_counter import flop_registry
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.module_paths import UNKNOWN, Origin, find_module_path
-from elbowroom.hooks.op_dispatch import may_mode_change_result
 from elbowroom.hooks.storage_ids import Identities, get_plain_storage, list_parts
 from elbowroom.hooks.unsharded_weights import is_gathered
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
@@ -165,7 +164,7 @@ class Tracer(TorchDispatchMode):
 
     def _list_reads(self, values: Iterable[Any], skipped: Sequence[int]) -> tuple[list[View], str]:
         """Return views of an op's tensor arguments, without `skipped` ones; and why it may not be replayed, or ""."""
-        reads, why = [], "a dispatch mode may change its result" if may_mode_change_result() else ""
+        reads, why = [], ""
         for position, value in enumerate(values):
             if position in skipped:
                 continue
