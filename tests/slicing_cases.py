@@ -86,18 +86,19 @@ def list_products(random: Random) -> Iterator[Call]:
     yield aten.linear.default, (random(4), random(6, 4)), {}
 
 
-def list_norms(random: Random) -> Iterator[Call]:
+def list_norms(random: Random, make_parameter: Random | None = None) -> Iterator[Call]:
+    parameter = make_parameter or random
     for shape, has_weight in (([6], True), ([5, 6], True), ([6], False)):
-        some, weight = random(4, 5, 6), random(*shape) if has_weight else None
+        some, weight = random(4, 5, 6), parameter(*shape) if has_weight else None
         args = (some, shape, weight, weight, 1e-5)
         yield aten.native_layer_norm.default, args, {}
         _, mean, rstd = aten.native_layer_norm.default(*args)
         mask = [True, has_weight, has_weight]
         args = (random(4, 5, 6), some, shape, mean, rstd, weight, weight, mask)
         yield aten.native_layer_norm_backward.default, args, {}
-    some, weight, bias = random(4, 6, 5, 3), random(6), random(6)
+    some, weight, bias = random(4, 6, 5, 3), parameter(6), parameter(6)
     for training in (True, False):
-        statistics = (random(6), random(6).abs() + 1)
+        statistics = (parameter(6), parameter(6).abs() + 1)
         args = (some, weight, bias, *statistics, training, 0.1, 1e-5)
         yield aten.native_batch_norm.default, args, {}
         yield aten._native_batch_norm_legit.default, (some, weight, bias, *statistics, training, 0.1, 1e-5), {}
@@ -112,6 +113,11 @@ def list_norms(random: Random) -> Iterator[Call]:
     for mask in ([True, True, True], [True, False, False]):
         args = (random(4, 6, 5, 3).clone(), some, mean, rstd, weight, 4, 6, 15, 3, mask)
         yield aten.native_group_norm_backward.default, args, {}
+
+
+def list_norms_under_autocast(random: Random) -> Iterator[Call]:
+    """Parameters and running statistics have full precision."""
+    return list_norms(random, lambda *sizes: random(*sizes).float())
 
 
 def list_attentions(random: Random) -> Iterator[Call]:
@@ -260,3 +266,7 @@ GROUPS = {
 
 def _clone(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     return [each.clone() for each in tensors]
+
+
+MIXED_GROUPS = {"norms under autocast": list_norms_under_autocast}
+"""Groups for inputs of less precision than float32."""

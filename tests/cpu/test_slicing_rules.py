@@ -25,7 +25,7 @@ from elbowroom.slicing.exactness_store import Exactness, ExactnessStore, describ
 from elbowroom.slicing.op_call import bind
 from elbowroom.slicing.probe import MOST_SLICES, find_exact, is_exact, memory_in_files, probe_passes
 from elbowroom.slicing.registry import find_passes, find_passes_along, list_rules
-from tests.slicing_cases import GROUPS
+from tests.slicing_cases import GROUPS, MIXED_GROUPS
 
 aten = torch.ops.aten
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float64: 1e-12}
@@ -65,13 +65,14 @@ def run(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [results[position] for position in call.find_mask()]
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, where: str) -> None:
+    """Compare results of inputs of this dtype."""
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype), where
     if not expected.is_floating_point():
         assert torch.equal(found, expected), where
     elif expected.numel():
         largest = expected.nan_to_num(0, 0, 0).abs().max().item()
-        bound = TOLERANCE[expected.dtype] * (1 + largest)
+        bound = max(TOLERANCE[expected.dtype], TOLERANCE[dtype]) * (1 + largest)
         assert torch.allclose(found, expected, rtol=0, atol=bound, equal_nan=True), where
 
 
@@ -80,7 +81,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, where: str) -> Non
     [
         *((group, torch.float32, "contiguous") for group in GROUPS),
         *((group, torch.float32, "channels_last") for group in ("convolutions", "pools", "norms", "interpolations")),
-        *((group, torch.bfloat16, "contiguous") for group in GROUPS),
+        *((group, torch.bfloat16, "contiguous") for group in {**GROUPS, **MIXED_GROUPS}),
         *((group, torch.float64, "strided") for group in GROUPS if group not in ("pointwise", "optimizers")),
     ],
     ids=str,
@@ -91,7 +92,7 @@ def test_slices_give_what_the_whole_op_gives(
     torch.manual_seed(0)
     store = ExactnessStore(tmp_path)
     tested = proven = 0
-    for op, args, kwargs in GROUPS[group](make_random(dtype, layout)):
+    for op, args, kwargs in {**GROUPS, **MIXED_GROUPS}[group](make_random(dtype, layout)):
         if layout == "channels_last" and not any(isinstance(each, torch.Tensor) and each.ndim == 4 for each in args):
             continue  # contiguous, as in another case
         try:
@@ -114,13 +115,13 @@ def test_slices_give_what_the_whole_op_gives(
                 where = f"{op} {passes} {parts}"
                 assert has_strides or not exact, where
                 for each, expected in zip(found, whole, strict=True):
-                    assert_close(each, expected, where)
+                    assert_close(each, expected, dtype, where)
                     assert not (exact and parts == 3) or equal_bits(each, expected), where
                 values, wanted = bind(op, *given).values, bind(op, *reference).values
                 for name in values:  # running statistics, and arguments that the op writes to
                     pairs = zip(iterate_tensors(values[name]), iterate_tensors(wanted[name]), strict=True)
                     for each, expected in pairs:
-                        assert_close(each, expected, where)
+                        assert_close(each, expected, dtype, where)
             tested += 1
             proven += exact
     assert proven > tested / 5

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elbowroom.errors import NO_ROOM, TransferFailed
+from elbowroom.errors import NO_ROOM, InternalError, TransferFailed
 from elbowroom.ir.slicing import Bounds, SlicePass, iterate_slices
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.sections import Section, Sections, find_packed_strides
@@ -237,6 +237,8 @@ class _Pass:
         writing = []
         for index, tensor in zip(self._pass.results, found, strict=True):
             view = narrow_result(self._results.tensors[index], index, self._pass, bounds)
+            if tensor.dtype != view.dtype:
+                raise InternalError(f"{self._call.op} returns {tensor.dtype} where {view.dtype} was expected")
             if self._sections.find_away(view) is not None:
                 section = self._sections.write(view, tensor, self._results.rewritten.get(index))
                 assert section is not None

@@ -225,8 +225,10 @@ def describe_results(call: OpCall, device: torch.device | None = None) -> tuple[
         reads = [_allocate(each, device or each.device) for each in call.reads]
         statistics = {name: _allocate(call[name], device or call[name].device) for name in call.statistics}
         results = call.run(call.replace_reads(reads, statistics))
-    return tuple(_allocate(results[position], "meta") for position in call.find_mask())
+    find_dtypes = list_rules()[str(call.op)].dtypes
+    dtypes = {} if find_dtypes is None else find_dtypes(call)
+    return tuple(_allocate(results[position], "meta", dtypes.get(position)) for position in call.find_mask())
 
 
-def _allocate(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+def _allocate(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)

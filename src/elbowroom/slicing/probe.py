@@ -327,17 +327,18 @@ def _count_bytes(call: OpCall, slice_pass: SlicePass, ranges: Ranges, results: S
 def _find_inexact(call: OpCall, cuts: Mapping[SlicePass, Ranges], device: torch.device) -> set[SlicePass]:
     """Return the passes whose results differ from the whole op's for any of several draws of random arguments.
 
-    All differ if the op's results have other strides than described: later ops might choose other kernels for them.
+    All differ if the op's results have other strides or dtypes than described: later ops might choose other kernels for
+    them.
     """
     results = describe_results(call, device)
-    strides = [each.stride() for each in results]
+    layouts = [(each.dtype, each.stride()) for each in results]
     compared = [results[index] for index in sorted({index for each in cuts for index in each.results})]
     inexact: set[SlicePass] = set()
     for reads in draw_arguments(call, compared, device):
         left = {each: ranges for each, ranges in cuts.items() if each not in inexact}
         if not left:
             break
-        inexact |= _compare(call, left, strides, reads)
+        inexact |= _compare(call, left, layouts, reads)
         del reads  # before the next draw
     return inexact
 
@@ -345,7 +346,7 @@ def _find_inexact(call: OpCall, cuts: Mapping[SlicePass, Ranges], device: torch.
 def _compare(
     call: OpCall,
     cuts: Mapping[SlicePass, Ranges],
-    strides: Sequence[tuple[int, ...]],
+    layouts: Sequence[tuple[torch.dtype, tuple[int, ...]]],
     reads: Sequence[torch.Tensor],
 ) -> set[SlicePass]:
     targets = find_targets(call)
@@ -353,7 +354,7 @@ def _compare(
     statistics = make_statistics(call, reads[0].device)
     whole = call.run(call.replace_reads(given, statistics))
     expected = [whole[position] for position in call.find_mask()]
-    if [each.stride() for each in expected] != strides:
+    if [(each.dtype, each.stride()) for each in expected] != layouts:
         return set(cuts)
     with memory_in_files(None):  # a slice has room in memory
         return {each for each, ranges in cuts.items() if not _is_same(call, each, ranges, reads, expected, statistics)}

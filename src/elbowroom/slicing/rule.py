@@ -39,6 +39,8 @@ class SliceRule:
             the arguments with the slice's tensors. None: no such argument differs.
         view: returns the same call on views of its tensors that are easier to cut. None: the call itself.
         partial: computes passes that are partial, if the op has any.
+        dtypes: returns the dtypes of results, by position, for which PyTorch's fake kernel may name another dtype than
+            the real one returns. None: it names the real ones.
         indices: for tensor arguments that hold indices, a function that returns the end of their range, by name.
     """
 
@@ -46,6 +48,7 @@ class SliceRule:
     adapt: Callable[[OpCall, Mapping[str, Any]], dict[str, Any]] | None = None
     view: Callable[[OpCall], OpCall] | None = None
     partial: PartialRule | None = None
+    dtypes: Callable[[OpCall], dict[int, torch.dtype]] | None = None
     indices: Mapping[str, Callable[[OpCall], int]] = dataclasses.field(default_factory=dict)
 
 

@@ -16,14 +16,18 @@ _BACKWARD = ("grad_out", "out", "logsumexp")
 
 def _find_passes(call: OpCall) -> Alternatives:
     """Cut the forward pass, whose results are the output and `logsumexp`, both of shape [batch, heads, queries]."""
-    # The fake kernel of PyTorch 2.11 describes `logsumexp` as float32 where the real one returns float64.
-    if call["dropout_p"] != 0.0 or call["query"].dtype == torch.float64:
+    if call["dropout_p"] != 0.0:
         return ()
     found = [_cut_along(call, 0, _GIVEN, {0: 0, 1: 0}), _cut_along(call, 1, _GIVEN, {0: 1, 1: 1})]
     if not call["is_causal"]:
         queries = call["query"].shape[2]
         found.append(cut(call, queries, {"query": 2, **find_broadcast(call, "attn_mask", -2, queries)}, {0: 2, 1: 2}))
     return tuple((each,) for each in found)
+
+
+def _find_dtypes(call: OpCall) -> dict[int, torch.dtype]:
+    """Return the dtype of `logsumexp`, which PyTorch 2.11 describes as float32 for float64, too."""
+    return {1: torch.float64 if call["query"].dtype == torch.float64 else torch.float32}
 
 
 def _find_passes_backward(call: OpCall) -> Alternatives:
@@ -41,6 +45,6 @@ def _cut_along(call: OpCall, dimension: int, names: tuple[str, ...], writes: dic
 
 
 RULES = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": SliceRule(_find_passes),
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": SliceRule(_find_passes, dtypes=_find_dtypes),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": SliceRule(_find_passes_backward),
 }

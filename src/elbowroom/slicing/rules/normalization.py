@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from elbowroom.slicing.op_call import OpCall
 from elbowroom.slicing.rule import Alternatives, SliceRule, cut
 
 INPUT = 0
 """Position of the gradient of the input among the results of a backward pass; those of weight and bias follow."""
+
+
+_PARAMETERS = ("weight", "bias", "running_mean", "running_var")
+
+
+def _find_dtypes(call: OpCall) -> dict[int, torch.dtype]:
+    """Return the dtype of saved statistics if the input has less precision than a parameter, as under autocast."""
+    given = [call.values.get(name) for name in _PARAMETERS]
+    is_mixed = any(each is not None and each.dtype != call["input"].dtype for each in given)
+    return {1: torch.float32, 2: torch.float32} if is_mixed else {}
 
 
 def _combine(call: OpCall, of_input: dict[str, int], of_others: dict[str, int], sizes: tuple[int, int]) -> Alternatives:
@@ -116,15 +128,21 @@ def _adapt_group(call: OpCall, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"N": batch, "C": channels, "group": call["group"] * channels // call["C"]}
 
 
-_BATCH = SliceRule(_find_passes_batch)
+def _find_dtypes_group_backward(call: OpCall) -> dict[int, torch.dtype]:
+    return {INPUT: call["input"].dtype}
+
+
+_BATCH = SliceRule(_find_passes_batch, dtypes=_find_dtypes)
 
 RULES = {
-    "aten.native_layer_norm.default": SliceRule(_find_passes_layer, _adapt_layer),
+    "aten.native_layer_norm.default": SliceRule(_find_passes_layer, _adapt_layer, dtypes=_find_dtypes),
     "aten.native_layer_norm_backward.default": SliceRule(_find_passes_layer_backward, _adapt_layer),
     "aten.native_batch_norm.default": _BATCH,
     "aten._native_batch_norm_legit.default": _BATCH,
     "aten._native_batch_norm_legit.no_stats": _BATCH,
     "aten.native_batch_norm_backward.default": SliceRule(_find_passes_batch_backward),
-    "aten.native_group_norm.default": SliceRule(_find_passes_group, _adapt_group),
-    "aten.native_group_norm_backward.default": SliceRule(_find_passes_group_backward, _adapt_group),
+    "aten.native_group_norm.default": SliceRule(_find_passes_group, _adapt_group, dtypes=_find_dtypes),
+    "aten.native_group_norm_backward.default": SliceRule(
+        _find_passes_group_backward, _adapt_group, dtypes=_find_dtypes_group_backward
+    ),
 }
