@@ -229,7 +229,12 @@ class SharedLease:
                 self._client.confirm(grant, kept_bytes)  # the lease before it stays
                 return
             self._client.confirm(grant, grant.nbytes)
-            self._client.report(max(grant.nbytes + 1, error.needed_bytes), ())
+            floor_bytes = max(grant.nbytes + 1, error.needed_bytes)
+            points = tuple(each for each in self._lent.front[1] if each[0] >= floor_bytes)
+            self._lent.front = floor_bytes, points
+            self._client.report(floor_bytes, points)
+            if not points:
+                self._front_of = None  # the next step reports its front
             self._wait(grant)
             return
         self._client.confirm(grant, grant.nbytes)

@@ -12,15 +12,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
 
 import elbowroom
-from elbowroom import lent_bytes
-from elbowroom.errors import BrokerLost, UsageError
+from elbowroom import lent_bytes, shared_lease
+from elbowroom.config import read_config
+from elbowroom.errors import BrokerLost, Infeasible, UsageError
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.sharing.messages import StatusReply
+from elbowroom.sharing.messages import LeaseGrant, StatusReply
 from elbowroom.sharing.transport import client
 from elbowroom.sharing.transport.address import FOLDER_VARIABLE, find_address
 from elbowroom.sharing.transport.client import BrokerClient, ask_status
@@ -210,6 +212,23 @@ def test_a_job_that_evaluates_lends_what_it_does_not_use(
     for _ in range(6):
         train(plain, plain_optimizer)
     assert [each.tolist() for each in model.parameters()] == [each.tolist() for each in plain.parameters()]
+
+
+@pytest.mark.parametrize(("needed_bytes", "points"), [(7, ((8, 2.0, 1.0), (16, 1.0, 1.0))), (20, ())])
+def test_a_job_whose_lease_is_too_small_goes_on_wanting_more(
+    needed_bytes: int, points: tuple[tuple[int, float, float], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = mock.create_autospec(BrokerClient, instance=True)
+    monkeypatch.setattr(shared_lease, "BrokerClient", lambda *_, **__: joined)
+    lease = shared_lease.SharedLease("cpu", "job", 0, read_config(), 1)
+    lease._lent.front = 4, ((4, 3.0, 1.0), (8, 2.0, 1.0), (16, 1.0, 1.0))
+    lease._front_of = known = object()
+    room = mock.Mock(budget_bytes=16)
+    room.set_budget.side_effect = Infeasible(needed_bytes=needed_bytes, budget_bytes=5, op="mm", is_whole_step=True)
+    lease._take_up(room, LeaseGrant(sequence=1, epoch=1, nbytes=5), has_lent=True)
+    joined.report.assert_called_once_with(needed_bytes, points)
+    assert lease._lent.front == (needed_bytes, points)
+    assert lease._front_of is (known if points else None)  # else the next step reports its front
 
 
 def test_an_ended_job_counts_until_its_model_is_gone(folder: pathlib.Path, profile: HardwareProfile) -> None:

@@ -72,6 +72,18 @@ def make_resnet() -> nn.Module:
     )  # fmt: skip
 
 
+class InLessPrecision(nn.Sequential):
+    def forward(self, x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def make_resnet_of_groups() -> nn.Module:
+    return InLessPrecision(
+        nn.Conv2d(3, 64, 1), nn.GroupNorm(8, 64), nn.SiLU(), nn.Conv2d(64, 64, 1), nn.GroupNorm(8, 64), nn.AvgPool2d(4)
+    )
+
+
 def make_wide() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 2048), nn.Tanh(), nn.Linear(2048, 256))
 
@@ -90,6 +102,7 @@ class LanguageModel(nn.Module):
 JOBS: dict[str, tuple[Callable[[], StateJob], int]] = {
     "convolutions": (lambda: make_job(make_vgg, (8, 3, 44, 44)), 11_000_000),
     "batch norm": (lambda: make_job(make_resnet, (8, 3, 44, 44)), 11_000_000),
+    "group norm under autocast": (lambda: make_job(make_resnet_of_groups, (8, 3, 32, 32)), 3_100_000),
     "weights": (lambda: make_job(make_wide, (16, 256)), 2 << 20),
     "weights, AdamW": (lambda: make_job(make_wide, (16, 256), adamw), 3 << 20),
     "weights, foreach AdamW": (lambda: make_job(make_wide, (16, 256), functools.partial(adamw, foreach=True)), 3 << 20),
