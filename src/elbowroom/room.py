@@ -39,6 +39,7 @@ from elbowroom.shared_lease import SharedLease
 from elbowroom.step_boundaries import StepBoundaries
 from elbowroom.step_modes import StepModes
 from elbowroom.step_planner import StepPlanner
+from elbowroom.tracing.residents import list_attribute_tensors
 from elbowroom.units import format_bytes, format_seconds
 
 
@@ -89,7 +90,7 @@ class Room:
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, sliced_ops, agreed
             )
             self._steps = StepBoundaries(self._modes, self._shared)
-            self._ledger.adopt(job.list_residents())
+            self._ledger.adopt([*job.list_residents(), *list_attribute_tensors(job.model, device)])
             if step is not None and config.mode != "dynamic":
                 plan_ahead(job, self._pager, self._modes.captured, budget_bytes, step)
             undoing.pop_all()

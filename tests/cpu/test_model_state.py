@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -382,3 +383,25 @@ def test_compiled_blocks(backend: str, profile: HardwareProfile) -> None:
         return make_job(adamw, model)
 
     assert_trains_the_same(make, profile)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_traced_module(profile: HardwareProfile) -> None:
+    def make() -> StateJob:
+        return make_job(adamw, torch.jit.trace(make_model(), batch))
+
+    batch = make_batch(0)
+    assert_trains_the_same(make, profile, elsewhere_bytes=batch.nbytes)
+
+
+def test_a_pruned_weight_counts_from_the_beginning(profile: HardwareProfile) -> None:
+    """It is an attribute of its module, neither parameter nor buffer."""
+    job = make_job(adamw)
+    for layer in job.model.modules():
+        if isinstance(layer, nn.Linear):
+            prune.random_unstructured(layer, "weight", amount=0.2)
+    attributes = [each.weight for each in job.model.modules() if isinstance(each, nn.Linear)]
+    with fit(job, profile) as room:
+        residents = room._job.list_residents()
+        assert not {id(each) for each in attributes} & {id(each) for each in residents}
+        assert room._ledger.live_bytes >= sum(each.nbytes for each in [*residents, *attributes])

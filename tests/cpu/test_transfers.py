@@ -250,14 +250,16 @@ def test_a_full_spill_file_refuses_and_has_room_again(tmp_path: pathlib.Path) ->
     transfers.close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(
+    ("number", "says"), [(errno.ENOSPC, "disk space"), (errno.EDQUOT, "quota of the disk"), (errno.EFBIG, "ulimit -f")]
+)
 def test_a_full_disk_refuses_before_anything_is_written(
-    transfers: ThreadTransfers, monkeypatch: pytest.MonkeyPatch, number: int
+    transfers: ThreadTransfers, monkeypatch: pytest.MonkeyPatch, number: int, says: str
 ) -> None:
     source = make_storage(6, 8192)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", fail_with(number))
-        with pytest.raises(TierFull, match="disk space"):
+        with pytest.raises(TierFull, match=says):
             transfers.offload(source)
     assert transfers.offloaded_bytes == 0
     copy = transfers.offload(source)  # once there is space again

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import logging
 import os
+import resource
 import tempfile
 from collections.abc import Iterable, Sequence
 
@@ -15,6 +16,13 @@ from elbowroom.layout.free_list import ALIGNMENT_BYTES, FreeList
 from elbowroom.native import library
 
 NAME = "the spill file"
+
+ADVICE = {
+    errno.ENOSPC: "Free some disk space, or pass spill_folder= a folder on a larger disk.",
+    errno.EDQUOT: "Raise the quota of the disk, or pass spill_folder= a folder on another one.",
+    errno.EFBIG: "Raise the limit on the size of files (`ulimit -f`).",
+}
+"""What to do if the file cannot grow, by error number."""
 
 Dimensions = Sequence[tuple[int, int, int]]
 
@@ -92,14 +100,20 @@ class SpillFile:
             os.posix_fallocate(self._file.fileno(), self.file_bytes, end - self.file_bytes)
         except OSError as error:
             self._free.give(offset, nbytes)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in ADVICE:
                 raise TransferFailed(f"{NAME} in {self.folder} cannot grow: {error.strerror}") from error
-            status = os.fstatvfs(self._file.fileno())  # the folder may have been renamed
-            raise TierFull(
-                f"{NAME} in {self.folder}", nbytes, status.f_bavail * status.f_frsize,
-                "Free some disk space, or pass spill_folder= a folder on a larger disk."
-            ) from error  # fmt: skip
+            free_bytes = self._count_free(error.errno)
+            raise TierFull(f"{NAME} in {self.folder}", nbytes, free_bytes, ADVICE[error.errno]) from error
         self.file_bytes = end
+
+    def _count_free(self, why: int) -> int:
+        """Return the bytes by which the file might have grown. `why`: error number of its refusal."""
+        if why == errno.EDQUOT:
+            return 0  # what the quota leaves is not known
+        if why == errno.EFBIG:
+            return max(0, resource.getrlimit(resource.RLIMIT_FSIZE)[0] - self.file_bytes)
+        status = os.fstatvfs(self._file.fileno())  # the folder may have been renamed
+        return status.f_bavail * status.f_frsize
 
     def free(self, offset: int, nbytes: int) -> None:
         """Free a block."""

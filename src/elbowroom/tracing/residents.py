@@ -7,14 +7,14 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from elbowroom.hooks.module_paths import find_module_path
 from elbowroom.hooks.sharded import list_bucketed
-from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
+from elbowroom.hooks.storage_ids import PLAIN_TENSORS, get_plain_storage, unwrap
 from elbowroom.ir.trace import Role
 
 
@@ -71,6 +71,16 @@ def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer
     return [part for each in listed for part in unwrap(each)]
 
 
+def list_attribute_tensors(model: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
+    """Return plain tensors of a device that modules hold as attributes, such as pruned weights."""
+    held = (value for module in model.modules() for value in vars(module).values())
+    return [
+        each
+        for each in held
+        if type(each) is torch.Tensor and each.device.type == device.type and get_plain_storage(each) is not None
+    ]
+
+
 def list_kept_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     """Return parameters, buffers and optimizer state, as the job holds them: without gradients, and not unwrapped."""
     parameters, others = _list_kept(model, optimizers)
@@ -92,7 +102,9 @@ def _list_kept(
         if module is None or id(module) in seen:
             continue
         seen.add(id(module))
-        has = module.__dict__
+        has: Any = module.__dict__
+        if "_parameters" not in has:  # what `torch.jit.trace` returns keeps them elsewhere
+            has = {name: getattr(module, name) for name in ("_parameters", "_buffers", "_modules")}
         if own := has["_parameters"]:
             parameters += own.values()
         if own := has["_buffers"]:
