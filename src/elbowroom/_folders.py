@@ -1,4 +1,4 @@
-"""Folders for compiled files and for temporary files.
+"""Folders for compiled files, for temporary files and for results.
 
 Compiled files are loaded into this process, so no other user may be able to write to their folder.
 """
@@ -102,3 +102,26 @@ def hold_temporary(prefix: str) -> Iterator[pathlib.Path]:
         ) from error
     with made as folder:
         yield pathlib.Path(folder)
+
+
+def check_writable(*paths: pathlib.Path | None) -> None:
+    """Check early that results can be written, leaving nothing behind.
+
+    Raises:
+        UsageError: a folder does not exist or is not writable, a path is not a regular file, or is given twice.
+    """
+    given = [path for path in paths if path is not None]
+    for index, path in enumerate(given):
+        if not path.parent.is_dir():
+            raise UsageError(f"cannot write {path}: {path.parent} is not a folder")
+        if path.exists() and not path.is_file():
+            raise UsageError(f"cannot write {path}: it is {'a folder' if path.is_dir() else 'not a regular file'}")
+        if path.resolve() in [other.resolve() for other in given[:index]]:
+            raise UsageError(f"cannot write {path}: it is given for two results")
+        try:
+            # Permission bits do not tell (root, read-only file systems), so create a file.
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+        os.close(handle)
+        os.unlink(temporary)

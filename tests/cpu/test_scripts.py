@@ -610,7 +610,7 @@ def test_the_journal_survives(profile: HardwareProfile, tmp_path: pathlib.Path) 
     with managing(profile, journal_file=JournalFile(path, {"WORLD_SIZE": "2", "RANK": "1"})):
         train_twice()
     assert {each.name for each in tmp_path.iterdir()} == {"run.json", "run.rank1.json", "run.rank1.2.json"}
-    with pytest.raises(UsageError, match="no folder"):
+    with pytest.raises(UsageError, match="not a folder"):
         JournalFile(tmp_path / "missing" / "run.json")
 
 
@@ -672,6 +672,7 @@ def test_requests(tmp_path: pathlib.Path) -> None:
     assert request.output == pathlib.Path("j.json")
     assert read(str(script), "--", "-o", environment=budget).arguments == ("-o",)
     assert read(str(script), "--", "--", environment=budget).arguments == ("--",)
+    assert read("--no-view", "--", str(script), "3", environment=budget).arguments == ("3",)
     module = read("-m", "package.train", "-m", "x", environment={**budget, "ELBOWROOM_VIEW": "0"})
     assert (module.target, module.is_module, module.arguments) == ("package.train", True, ("-m", "x"))
     assert (module.memory_budget, module.shows_view) == ("2GiB", False)
@@ -692,7 +693,8 @@ def test_scripts_and_workloads_share_a_command() -> None:
     assert names_script(["-m", "package.train"])
     assert not names_script(["torchvision:resnet18", "--budget", "1GiB"])
     assert not names_script(["--budget", "1GiB", "torchvision:resnet18"])
-    assert not names_script(["--batch", "8", "x.py"])  # options of workloads
+    assert names_script(["--budget", "1GiB", "--", "x.py"])
+    assert names_script(["--batch", "8", "x.py"])  # which refuses the options of workloads
     assert not names_script(["--help"])
 
 
@@ -764,6 +766,23 @@ def test_exit_codes_of_scripts(
     assert len(elbowroom.load(Journal, journal).steps) == 3
     assert words in result.stderr
     assert "scripts/script.py" not in result.stderr  # a traceback begins in the script
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--strategy", "none", "no strategy is called 'none'"),
+        ("--policy", "none", "no policy is called 'none'"),
+        ("--spill-folder", "missing", "cannot spill to missing"),
+        ("--output", ".", "it is a folder"),
+        ("--lr", "3", "unrecognized arguments: --lr"),
+    ],
+)
+def test_a_script_does_not_begin_with_a_bad_option(script: pathlib.Path, option: str, value: str, words: str) -> None:
+    result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "4MiB", option, value, str(script), "0"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in result.stderr
 
 
 @pytest.mark.usefixtures("restored")

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from elbowroom.cli.sources import check_writable
+from elbowroom._folders import check_writable
 from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, Layout
 from elbowroom.planner.comparison.batches import Batches

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
-import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -343,29 +342,6 @@ def save(value: object, path: pathlib.Path | None) -> str | None:
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
     return str(path)
-
-
-def check_writable(*paths: pathlib.Path | None) -> None:
-    """Check early that results can be written, leaving nothing behind.
-
-    Raises:
-        UsageError: a folder does not exist or is not writable, a path is not a regular file, or is given twice.
-    """
-    given = [path for path in paths if path is not None]
-    for index, path in enumerate(given):
-        if not path.parent.is_dir():
-            raise UsageError(f"cannot write {path}: {path.parent} is not a folder")
-        if path.exists() and not path.is_file():
-            raise UsageError(f"cannot write {path}: it is {'a folder' if path.is_dir() else 'not a regular file'}")
-        if path.resolve() in [other.resolve() for other in given[:index]]:
-            raise UsageError(f"cannot write {path}: it is given for two results")
-        try:
-            # Permission bits do not tell (root, read-only file systems), so create a file.
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
-        os.close(handle)
-        os.unlink(temporary)
 
 
 def keep_all(costs: Costs, budget_bytes: int) -> Plan:

@@ -7,7 +7,7 @@ import pathlib
 import time
 from collections.abc import Mapping
 
-from elbowroom.errors import UsageError
+from elbowroom._folders import check_writable
 from elbowroom.ir.files import save
 from elbowroom.ir.journal import Journal
 from elbowroom.room import Room
@@ -21,14 +21,16 @@ class JournalFile:
 
     Args:
         path: of the first room's journal. Later ones get a number, and so does each process of a distributed job.
+
+    Raises:
+        UsageError: it cannot be written.
     """
 
     def __init__(self, path: pathlib.Path, environment: Mapping[str, str] | None = None) -> None:
         environment = os.environ if environment is None else environment
         is_distributed = int(environment.get("WORLD_SIZE") or 1) > 1
         self._rank = f"rank{environment.get('RANK', '0')}" if is_distributed else ""
-        if not path.parent.is_dir():
-            raise UsageError(f"--output {path}: there is no folder {path.parent}")
+        check_writable(path)
         self._path = path
         self._rooms = 0
         self._written = float("-inf")

@@ -50,7 +50,9 @@ class ScriptRequest:
 def names_script(arguments: Sequence[str]) -> bool:
     """Tell whether arguments of `elbowroom run` name a Python file or a module to run, and not a workload."""
     count = _count_own(arguments)
-    if count is None or count == len(arguments):
+    if count is None:  # of an option that is not known: the message says so
+        return any(each == "-m" or each.endswith(".py") for each in arguments)
+    if count == len(arguments):
         return False
     return arguments[count] == "-m" or arguments[count].endswith(".py")
 
@@ -69,7 +71,10 @@ def read_request(
     """
     environment = os.environ if environment is None else environment
     count = _count_own(arguments)
-    own, rest = list(arguments[:count]), list(arguments[len(arguments) if count is None else count :])
+    own, rest = (
+        [each for each in arguments[:count] if each != "--"],
+        list(arguments[len(arguments) if count is None else count :]),
+    )
     parser = _make_parser(program)
     given = parser.parse_args(own)
     is_module = rest[:1] == ["-m"]
@@ -98,6 +103,9 @@ def _count_own(arguments: Sequence[str]) -> int | None:
     index = 0
     while index < len(arguments):
         each = arguments[index]
+        if each == "--":
+            index += 1
+            break
         if each == "-m" or not each.startswith("-"):
             break
         name, has_value, _ = each.partition("=")

@@ -73,15 +73,25 @@ def complain(message: str) -> None:
 
 
 def _make_program(request: ScriptRequest) -> Any:
+    from elbowroom._family import get
     from elbowroom.config import read_config
     from elbowroom.native import library
+    from elbowroom.planner.options import find_strategy
+    from elbowroom.residency import policies
     from elbowroom.scripts.journal_file import JournalFile
     from elbowroom.scripts.live_view import LiveView
     from elbowroom.scripts.managed_program import ManagedProgram
+    from elbowroom.tiers.disk import SpillFile
     from elbowroom.units import parse_bytes
 
     options: dict[str, Any] = dict(request.options)
     read_config(**options)
+    if "strategy" in options:
+        find_strategy(options["strategy"])
+    if "policy" in options:
+        get(policies, options["policy"], "Policy")
+    if "spill_folder" in options:
+        SpillFile(options["spill_folder"]).close()
     try:
         if request.memory_budget != "shared":
             parse_bytes(request.memory_budget, device_bytes=1 << 40)

@@ -6,8 +6,9 @@ import time
 
 import typer
 
+from elbowroom._folders import check_writable
 from elbowroom.cli.parameters import Json, Output, Spec, WorkloadOptions, with_workload_options
-from elbowroom.cli.sources import capture_spec, check_writable, save
+from elbowroom.cli.sources import capture_spec, save
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.units import format_bytes, format_seconds
 

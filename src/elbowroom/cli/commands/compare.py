@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from elbowroom._folders import check_writable
 from elbowroom.cli.documents import save_document
 from elbowroom.cli.lists import read_budgets, read_strategies
 from elbowroom.cli.parameters import (
@@ -26,7 +27,6 @@ from elbowroom.cli.parameters import (
     with_workload_options,
 )
 from elbowroom.cli.sources import (
-    check_writable,
     count_bytes,
     find_costs_and_profile,
     find_trace,

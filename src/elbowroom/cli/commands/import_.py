@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from elbowroom._folders import check_writable
 from elbowroom.cli.parameters import Json, Output
-from elbowroom.cli.sources import check_writable, find_profile, keep_all, save
+from elbowroom.cli.sources import find_profile, keep_all, save
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.errors import UsageError
 from elbowroom.importers import LoggedRelease, list_formats

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from elbowroom._family import get
+from elbowroom._folders import check_writable
 from elbowroom.cli.parameters import CostsFile, Hardware, Json, Output, Picture
 from elbowroom.cli.pictures import check_picture, draw_layout
-from elbowroom.cli.sources import check_writable, find_costs, load_plan, load_trace, read_amount
+from elbowroom.cli.sources import find_costs, load_plan, load_trace, read_amount
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, Layout

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from elbowroom._folders import check_writable
 from elbowroom.cli.documents import save_document
 from elbowroom.cli.parameters import (
     Hardware,
@@ -29,7 +30,6 @@ from elbowroom.cli.parameters import (
 )
 from elbowroom.cli.sources import (
     capture_spec,
-    check_writable,
     count_bytes,
     find_profile,
     note_share,

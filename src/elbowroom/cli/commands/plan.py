@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from elbowroom._folders import check_writable
 from elbowroom.cli.parameters import (
     Budget,
     CostsFile,
@@ -25,7 +26,6 @@ from elbowroom.cli.parameters import (
 )
 from elbowroom.cli.sources import (
     check_amount,
-    check_writable,
     count_bytes,
     find_costs_and_profile,
     find_trace,

@@ -8,8 +8,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from elbowroom._folders import check_writable
 from elbowroom.cli.parameters import Json, Output, SpillFolder
-from elbowroom.cli.sources import check_writable, measure_machine, save
+from elbowroom.cli.sources import measure_machine, save
 from elbowroom.cli.terminal import open_terminal
 from elbowroom.ir.files import to_json
 from elbowroom.ir.hardware import HardwareProfile

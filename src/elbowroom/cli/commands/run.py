@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elbowroom._family import get, names
+from elbowroom._folders import check_writable
 from elbowroom.cli.parameters import (
     Budget,
     Hardware,
@@ -25,7 +26,6 @@ from elbowroom.cli.parameters import (
 from elbowroom.cli.sources import (
     build,
     check_amount,
-    check_writable,
     find_profile,
     is_share_of_peak,
     keep_all,

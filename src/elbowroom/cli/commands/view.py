@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from elbowroom._folders import check_writable
 from elbowroom.cli.parameters import CostsFile, Hardware, HostMemory, Json
-from elbowroom.cli.sources import check_writable, read_host_memory
+from elbowroom.cli.sources import read_host_memory
 from elbowroom.cli.step_files import StepFiles, load_step
 from elbowroom.cli.step_pages import BOUNDS, FrontRequest, make_page, write_bytes
 from elbowroom.cli.terminal import Terminal, open_terminal
