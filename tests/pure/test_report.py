@@ -106,7 +106,7 @@ def test_a_planned_step_shows_forecast_beside_measured() -> None:
     head = page.splitlines()[0]
     assert trace.name in head and "within" in head
     assert "1 captured, 3 planned" in page
-    assert "plain forecast" in page and "measured" in page and "2.20 s" in page
+    assert "all kept" in page and "measured" in page and "2.20 s" in page
     assert "median of 3 planned steps" in page
     assert "offloaded a step" in page and "stalls" in page
     assert "Why each block is where it is" in page
@@ -139,7 +139,7 @@ def test_dynamic_steps_have_no_plan_and_say_so() -> None:
 def test_a_trace_without_a_plan() -> None:
     trace, costs = generators.example()
     page = summarize(budget_bytes=1 << 20, journal=JOURNAL, trace=trace, costs=costs, plan=None, forecast=None)
-    assert "plain forecast" in page and "Why each block" not in page
+    assert "all kept" in page and "Why each block" not in page
 
 
 def test_plain_mode_says_that_nothing_is_done() -> None:

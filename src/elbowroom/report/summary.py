@@ -212,8 +212,8 @@ def _compare(
     forecast: Forecast | None,
     plain: Sequence[int],
 ) -> list[str]:
-    """Return rows of plain, forecast and measured figures."""
-    rows = [("", "plain forecast", "forecast", "measured", "")]
+    """Return rows of figures: of a step in which everything stays but ops are watched, of the plan, and measured."""
+    rows = [("", "all kept", "forecast", "measured", "")]
     plain_peak = max(plain, default=0)
     peak, measured_peak = 0 if forecast is None else forecast.peak_bytes, None if steady is None else steady.peak_bytes
     share = f"{peak / plain_peak:.0%} of plain" if plain_peak and peak else ""
