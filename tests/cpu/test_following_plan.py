@@ -147,6 +147,25 @@ def test_a_planned_step_that_takes_more_stays_within_the_budget(
     assert odd or not strategy.startswith("auto") or not takes_more
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_small_tensors_may_differ_in_size(strategy: str, profile: HardwareProfile) -> None:
+    """A detector saves some numbers for each box of an image. They never move."""
+
+    def loss_of_boxes(model: nn.Module, columns: int) -> torch.Tensor:
+        y = model(torch.randn(ROWS, WIDTH))
+        boxes = torch.arange(columns)
+        loss = y.square().mean() + y[boxes, 0].sin().sum()
+        loss.backward()
+        return loss
+
+    expected, plain = train(loss_of_boxes, 1 << 40, profile)
+    budget = int(0.85 * (plain[-1].peak_bytes or 0))
+    found, records = train(loss_of_boxes, budget, profile, strategy=strategy)
+    assert {record.mode for record in records[3:]} == {Mode.PLANNED}
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert max(record.peak_bytes or 0 for record in records) <= budget
+
+
 def test_a_step_as_planned_goes_on_asleep(profile: HardwareProfile) -> None:
     """What its ops take inside themselves is known, and less than the bound that holds for any op."""
     _, plain = train(more_inside_an_op, 1 << 40, profile, odd=-1)

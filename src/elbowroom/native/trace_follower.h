@@ -41,7 +41,7 @@ using TimetablePtr = std::shared_ptr<const Timetable>;
 class TraceFollower {
  public:
   // `known`: candidates, the likeliest first; without any, ticks only count. Saves below `least_bytes` match even if
-  // the tensor is not plain. `watch` counts ops; its `due_ops` is set to the number after which the next save is
+  // their sizes differ, or the tensor is not plain. `watch` counts ops; its `due_ops` is set to the number after which the next save is
   // overdue.
   TraceFollower(std::vector<TimetablePtr> known, int64_t least_bytes, std::shared_ptr<OpWatch> watch);
 
@@ -73,6 +73,7 @@ class TraceFollower {
 
  private:
   const Timetable* find_timetable() const;
+  bool has_size(const Timetable::Save& save, int64_t nbytes) const;
   std::string compare_save(const Timetable& trace, int64_t index, const StorageRecordPtr& record) const;
   bool go_on(const std::function<bool(const Timetable&)>& agrees);
   int64_t find_other(const std::function<bool(const Timetable&)>& agrees) const;
