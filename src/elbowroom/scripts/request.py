@@ -71,10 +71,8 @@ def read_request(
     """
     environment = os.environ if environment is None else environment
     count = _count_own(arguments)
-    own, rest = (
-        [each for each in arguments[:count] if each != "--"],
-        list(arguments[len(arguments) if count is None else count :]),
-    )
+    own = [each for each in arguments[:count] if each != "--"]
+    rest = list(arguments[len(arguments) if count is None else count :])
     parser = _make_parser(program)
     given = parser.parse_args(own)
     is_module = rest[:1] == ["-m"]
