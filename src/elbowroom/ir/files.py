@@ -191,7 +191,7 @@ def _read_document(kind: type, path: pathlib.Path, text: JsonText) -> tuple[dict
     marks: dict[str, Any] = {}
     fields: dict[str, Any] | None = None
     if text.peek() != "{":
-        raise TraceError(f"{path} is not a {_format_of(kind)} file: it does not hold a JSON object")
+        raise TraceError(f"{path} is not an {_format_of(kind)} file: it does not hold a JSON object")
     for name in text.keys():  # noqa: SIM118  # no dict: the text is read by it
         if name in ("format", "version"):
             found = text.whole()
@@ -222,7 +222,7 @@ def _check_marks(kind: type, path: pathlib.Path, marks: Mapping[str, Any]) -> No
     """Check those of `format` and `version` that were read: `save` writes them first, but other writers need not."""
     expected = _format_of(kind)
     if marks.get("format", expected) != expected:
-        raise TraceError(f"{path} is not a {expected} file: its format is {describe(marks['format'])}")
+        raise TraceError(f"{path} is not an {expected} file: its format is {describe(marks['format'])}")
     version = marks.get("version", 1)
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= version_of(kind):
         raise TraceError(f"{path} has version {describe(version)}; this Elbowroom reads up to {version_of(kind)}")
