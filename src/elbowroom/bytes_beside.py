@@ -104,7 +104,9 @@ class BytesBeside:
             Whether the next step may be expected to follow the plan of the entry: this one was of its kind, and lacked
             memory for the first time, or is planned again.
         """
-        if not state.left_for_room or list(state.saved_tensors.sizes) != list_sizes(entry.planned.trace):
+        name_kind = self._cache.name_kind
+        is_alike = name_kind(state.saved_tensors.sizes) == name_kind(list_sizes(entry.planned.trace))
+        if not state.left_for_room or not is_alike:
             return False
         self._left_steps += 1
         if self._left_steps < SHORT_STEPS:  # a single step may hold something that the others do not

@@ -97,7 +97,7 @@ class PlanCache:
             record: of the step.
         """
         self._steady = 0
-        key = hash(tuple(sizes))
+        key = hash(self.name_kind(sizes))
         former_seconds = self._seen.pop(key, None)
         seconds = (former_seconds or 0.0) + _count_lost_seconds(record)
         self._seen[key] = seconds
@@ -120,7 +120,16 @@ class PlanCache:
 
     def contains(self, trace: Trace) -> bool:
         """Return True if there is a plan for steps with the same saves and ops."""
-        return any(_tell_apart(entry.planned.trace) == _tell_apart(trace) for entry in self.entries)
+        return any(self._tell_apart(entry.planned.trace) == self._tell_apart(trace) for entry in self.entries)
+
+    def name_kind(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return what tells kinds of step apart: the bytes of each saved storage, or 0 if it never moves."""
+        least_bytes = self.planner.config.min_offload_bytes
+        return tuple(each if each >= least_bytes else 0 for each in sizes)
+
+    def _tell_apart(self, trace: Trace) -> tuple[object, ...]:
+        names = [op.name for op in trace.ops if op.tick <= trace.needs[-1].tick]
+        return self.name_kind(list_sizes(trace)), names
 
     def remove(self, entry: PlanCacheEntry) -> None:
         """Remove an entry if present, so that the next step of its kind gets a runner."""
@@ -183,7 +192,7 @@ class PlanCache:
         if measurements is not None and not self.planner.is_beside_compiler:
             source = Source.MEASURED
             self.planner.past.add(trace, measurements.op_seconds)
-        lost_seconds = self._seen.get(hash(tuple(list_sizes(trace))), 0.0)
+        lost_seconds = self._seen.get(hash(self.name_kind(list_sizes(trace))), 0.0)
         is_one_of_many = bool(self.entries) and lost_seconds < self.planner.times.search_seconds
         make = functools.partial(self.plan_step, is_quick=is_one_of_many)
         planned = plan_beside_unused(make, trace, costs, leaves_out, self.lease, self.planner.config.min_offload_bytes)
@@ -306,10 +315,6 @@ class PlanCache:
 def _count_lost_seconds(record: StepRecord) -> float:
     """Return the seconds of a step that a better plan, or any plan at all, is expected to save."""
     return record.stall_seconds + GAIN * record.seconds
-
-
-def _tell_apart(trace: Trace) -> tuple[object, ...]:
-    return list_sizes(trace), [op.name for op in trace.ops if op.tick <= trace.needs[-1].tick]
 
 
 def list_sizes(trace: Trace) -> list[int]:

@@ -46,6 +46,20 @@ def make_lengths() -> Made:
     return model, optimizer, step
 
 
+def make_boxes() -> Made:
+    """A detector: the kind of a step is how large its images are, and each step has another number of boxes."""
+    model, optimizer, _ = make_lengths()
+
+    def step(index: int, kind: Kind) -> torch.Tensor:
+        x = torch.randn(8, kind, WIDTH, generator=torch.Generator().manual_seed(index))
+        boxes = torch.arange(index + 2) % kind
+        first = x[0, boxes].sin().mean()
+        y = model(x)
+        return finish(model, optimizer, y.square().mean() + (y[0, boxes, 0] * first).sin().mean())
+
+    return model, optimizer, step
+
+
 def make_exits() -> Made:
     """Layers, of which so many are run: all kinds begin alike."""
     torch.manual_seed(3)
@@ -104,12 +118,19 @@ def find_plain_peak(make: Callable[[], Made], kind: Kind, profile: HardwareProfi
 
 
 def compare(
-    make: Callable[[], Made], kinds: Sequence[Kind], budget: int, profile: HardwareProfile, strategy: str = QUICK
+    make: Callable[[], Made],
+    kinds: Sequence[Kind],
+    budget: int,
+    profile: HardwareProfile,
+    strategy: str = QUICK,
+    min_offload_bytes: int = 1,
 ) -> tuple[Room, Sequence[StepRecord]]:
     """Bits and budget, from the first step to the last."""
 
     def fit(made: Made) -> Room:
-        return elbowroom.fit(made[0], made[1], budget, profile=profile, min_offload_bytes=1, strategy=strategy)
+        model, optimizer, _ = made
+        options: dict[str, Any] = {"strategy": strategy, "min_offload_bytes": min_offload_bytes}
+        return elbowroom.fit(model, optimizer, budget, profile=profile, **options)
 
     (losses, parameters), _ = run(make, kinds, None)
     (own_losses, own_parameters), room = run(make, kinds, fit)
@@ -280,6 +301,15 @@ def test_kinds_that_take_turns_get_their_plans(kinds: tuple[int, ...], profile: 
     assert {record.mode for record in records[-len(kinds) :]} == {Mode.PLANNED}
 
 
+@pytest.mark.usefixtures("plans_at_once")
+def test_small_tensors_make_no_kinds(profile: HardwareProfile) -> None:
+    kinds = (40, 64)
+    budget = int(0.8 * find_plain_peak(make_boxes, 64, profile))
+    room, records = compare(make_boxes, kinds * 8, budget, profile, min_offload_bytes=16 << 10)
+    assert len(room._cache.entries) == len(kinds)
+    assert {record.mode for record in records[-len(kinds) :]} == {Mode.PLANNED}
+
+
 def test_further_kinds_are_planned_quickly_at_first(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search follows once steps under the quick plan may have lost as much time as it takes."""
     search_seconds = 1e6
@@ -327,7 +357,7 @@ def test_compiled_code_runs_in_steps_that_are_watched_and_not(profile: HardwareP
                 finish(model, optimizer, compiled(torch.randn(rows, WIDTH)).square().mean())
             counts.append(calls - before)
         modes = [record.mode for record in room.journal().steps]
-    assert modes[2:4] == [Mode.PLAIN, Mode.DRIFTED]
+    assert modes[2:4] == [Mode.PLAIN, Mode.PLANNED]  # watched, and as planned: nothing of it is large enough to move
     assert counts == [1] * 5
     finish(model, optimizer, compiled(torch.randn(8, WIDTH)).square().mean())
     assert calls == sum(counts) + 1
