@@ -69,10 +69,10 @@ class StepBoundaries:
                 step.context.__exit__(None, None, None)
             else:
                 step.context.__exit__(type(error), error, error.__traceback__)
+            if self._shared is not None and error is None:
+                self._shared.note_step(room)  # takes seconds if the step is of a new kind: the job is not idle yet
         finally:
             self._note_end(room)
-        if self._shared is not None and error is None:
-            self._shared.note_step(room)
 
     def _note_end(self, room: LeaseHolder) -> None:
         """Note that no step runs any more, whether it succeeded or failed."""

@@ -26,6 +26,7 @@ from elbowroom.sharing.messages import LeaseGrant, StatusReply
 from elbowroom.sharing.transport import client
 from elbowroom.sharing.transport.address import FOLDER_VARIABLE, find_address
 from elbowroom.sharing.transport.client import BrokerClient, ask_status
+from elbowroom.step_boundaries import StepBoundaries
 from tests.shared_job import count_most_bytes, train_plain
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -229,6 +230,15 @@ def test_a_job_whose_lease_is_too_small_goes_on_wanting_more(
     joined.report.assert_called_once_with(needed_bytes, points)
     assert lease._lent.front == (needed_bytes, points)
     assert lease._front_of is (known if points else None)  # else the next step reports its front
+
+
+def test_a_job_is_not_idle_while_its_front_is_planned() -> None:
+    modes, shared, room = mock.Mock(), mock.Mock(), mock.Mock()
+    modes.step.return_value = contextlib.nullcontext()
+    steps = StepBoundaries(modes, shared)
+    steps.begin(room)
+    steps.end(room)
+    assert [name for name, _, _ in shared.method_calls] == ["renew", "note_step", "begin_idle"]
 
 
 def test_an_ended_job_counts_until_its_model_is_gone(folder: pathlib.Path, profile: HardwareProfile) -> None:
