@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elbowroom.ir.slicing import Loop, SlicePass, iterate_slices
 from elbowroom.native import library
 from elbowroom.ops.replayable import iterate_tensors
-from elbowroom.slicing import calls
+from elbowroom.slicing import calls, probe
 from elbowroom.slicing.bits import equal_bits
 from elbowroom.slicing.calls import make_results, run_slice, run_whole
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore, describe_pass
@@ -125,6 +125,18 @@ def test_slices_give_what_the_whole_op_gives(
             tested += 1
             proven += exact
     assert proven > tested / 5
+
+
+def test_slices_are_not_exact_if_another_dtype_was_described(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be converted as they are stored."""
+    call = (aten.tanh.default, (torch.randn(8, 8),), {})
+    passes = find_passes(*call)[0]
+    assert probe_passes(*call, passes, 2, store=ExactnessStore(tmp_path / "right")).is_exact
+    describe = calls.describe_results
+    monkeypatch.setattr(probe, "describe_results", lambda *args: tuple(each.double() for each in describe(*args)))
+    assert not probe_passes(*call, passes, 2, store=ExactnessStore(tmp_path / "wrong")).is_exact
 
 
 def test_every_rule_has_a_case() -> None:

@@ -72,12 +72,18 @@ def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer
 
 
 def list_attribute_tensors(model: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """Return plain tensors of a device that modules hold as attributes, such as pruned weights."""
+    """Return plain tensors of a device that modules hold as attributes, such as pruned weights.
+
+    Left out is memory that PyTorch has not allocated, such as NumPy's or a mapped file's.
+    """
     held = (value for module in model.modules() for value in vars(module).values())
     return [
         each
         for each in held
-        if type(each) is torch.Tensor and each.device.type == device.type and get_plain_storage(each) is not None
+        if type(each) is torch.Tensor
+        and each.device.type == device.type
+        and (storage := get_plain_storage(each)) is not None
+        and storage.resizable()
     ]
 
 

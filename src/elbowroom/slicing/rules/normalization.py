@@ -13,7 +13,6 @@ from elbowroom.slicing.rule import Alternatives, SliceRule, cut
 INPUT = 0
 """Position of the gradient of the input among the results of a backward pass; those of weight and bias follow."""
 
-
 _PARAMETERS = ("weight", "bias", "running_mean", "running_var")
 
 
