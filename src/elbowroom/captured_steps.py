@@ -110,6 +110,7 @@ class CapturedSteps:
             return
         self._schedule.note_success()
         cache.entries[0].calls = calls
+        cache.entries[0].has_sliced_ops = self._sliced_ops.has_run
 
     def learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
         """Take note of a planned step whose ops were measured.

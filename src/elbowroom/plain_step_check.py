@@ -37,7 +37,7 @@ class PlainStepCheck:
         """Return True if a plain step fits beside what the job holds now (new gradients, for example)."""
         if not entry.is_seen or self._always_watch:
             return False
-        is_steady = not self._cache.varies
+        is_steady = entry.is_peak_known and not self._cache.varies
         return (is_steady and self._has_room(entry.expect_growth())) or self.has_ample_room(entry)
 
     def has_ample_room(self, entry: PlanCacheEntry) -> bool:

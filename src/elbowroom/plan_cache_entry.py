@@ -41,6 +41,7 @@ class PlanCacheEntry:
         is_seen: whether this room has run such a step; another room's may belong to another model.
         lost_seconds: that a better plan might have saved.
         is_proven: whether a step has followed the current plan to its end, within the budget.
+        has_sliced_ops: whether ops ran in slices when the step was captured: what they take as a whole is estimated.
         excess_bytes: that steps needed beyond the forecast peak.
         is_agreed: whether all ranks of a distributed job follow the plan, which the times of one do not change.
     """
@@ -58,11 +59,17 @@ class PlanCacheEntry:
     is_seen: bool = True
     lost_seconds: float = 0.0
     is_proven: bool = False
+    has_sliced_ops: bool = False
     excess_bytes: int = 0
     is_agreed: bool = False
 
     def __post_init__(self) -> None:
         self.predicted_seconds = self.planned.busy_seconds
+
+    @property
+    def is_peak_known(self) -> bool:
+        """True if the bytes of all ops were measured, or a step has shown that the plan keeps the budget."""
+        return self.is_proven or not (self.source is Source.ESTIMATED or self.has_sliced_ops)
 
     def is_measuring(self, settling_steps: int) -> bool:
         """Return True if the next step should be measured op by op."""

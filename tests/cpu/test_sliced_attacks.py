@@ -193,9 +193,9 @@ def test_an_address_that_the_program_knows(profile: HardwareProfile) -> None:
     """Code that was told the address of an argument goes on to use it."""
     with fit_anything(profile, 5 << 20) as room, room.step():
         batch, other = make_random(1024, 512), make_random(1024, 512)
-        assert room._modes.sliced_ops.page_out([other])
+        assert room._modes.sliced_ops._large.page_out([other])
         address = batch.data_ptr()
-        assert not room._modes.sliced_ops.page_out([batch])
+        assert not room._modes.sliced_ops._large.page_out([batch])
         assert not get_pager(room).is_away(batch.untyped_storage())
         assert batch.data_ptr() == address
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,20 +67,21 @@ class SliceChooser:
 
     def choose(
         self, call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[torch.Tensor],
-        slice_bytes: int, budget_bytes: int,
+        slice_bytes: int, budget_bytes: int, excluded: Collection[tuple[SlicePass, ...]] = (),
     ) -> Cut | None:  # fmt: skip
-        """Return a cut whose slices take at most `slice_bytes`, where they can be that small; None if there is no rule.
+        """Return a cut whose slices take at most `slice_bytes`, where they can be that small; None if there is none.
 
         It is an exact one if any is known to be.
 
         Args:
             results: of the op, as they will be.
+            excluded: passes of other cuts.
         """
         alternatives = find_passes(call.op, args, kwargs, with_partial=True)
         sizes = (_count_bytes(call.reads), _count_bytes(results))
-        whole_bytes = {each: count_whole_bytes(each, *sizes) for each in alternatives}
+        whole_bytes = {each: count_whole_bytes(each, *sizes) for each in alternatives if each not in excluded}
         alternatives = tuple(
-            sorted((each for each in alternatives if whole_bytes[each] <= budget_bytes), key=whole_bytes.__getitem__)
+            sorted((each for each in whole_bytes if whole_bytes[each] <= budget_bytes), key=whole_bytes.__getitem__)
         )
         parts = {each: count_parts(each, *sizes, slice_bytes) for passes in alternatives for each in passes}
         found = self._find_exact(call, args, kwargs, alternatives, parts, budget_bytes)

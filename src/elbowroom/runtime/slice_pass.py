@@ -15,8 +15,8 @@ from elbowroom.slicing.bounds import is_summed, narrow_read, narrow_result, pack
 from elbowroom.slicing.calls import combine_slices, run_slice
 from elbowroom.slicing.op_call import OpCall, find_targets
 
-PageOut = Callable[[Sequence[torch.Tensor]], bool]
-"""Moves out large tensors. Returns whether any has left."""
+PageOut = Callable[[], bool]
+"""Moves out large arguments. Returns whether more of them are away than before."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -179,7 +179,7 @@ class _Pass:
         if refusal is None:
             return
         self.settle()
-        if page_out(self._call.reads):
+        if page_out():
             self._compute_in_halves(bounds, page_out)
             return
         halves = self._halve(bounds) if self._may_halve else []

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from elbowroom.ir.slicing import SlicePass
 from elbowroom.ops.replayable import iterate_tensors
 from elbowroom.runtime.slice_choice import Cut
 from elbowroom.slicing.op_call import OpCall
@@ -18,8 +19,12 @@ GROWTH = 8
 class SliceSizes:
     """Sizes of slices to try: those of the last time; larger ones while none is exact; and then smaller ones.
 
+    If there is no room for any, the same goes for the cuts that are left without those that were refused: they may have
+    to read an argument as a whole that others read in slices.
+
     Attributes:
         slice_bytes: at most so many are to be in a slice.
+        excluded: passes of cuts that were refused in every size.
         are_known: whether the op has run in slices of this size.
         overlaps: whether a slice is computed while the next is read and the last written.
     """
@@ -27,12 +32,15 @@ class SliceSizes:
     def __init__(self, slice_bytes: int) -> None:
         self._first_bytes = self.slice_bytes = slice_bytes
         self._may_grow = True
+        self._refused = set[tuple[SlicePass, ...]]()
+        self.excluded = set[tuple[SlicePass, ...]]()
         self.are_known = False
         self.overlaps = True
 
     def begin_again(self) -> None:
         """Begin with the size that was found."""
         self._may_grow = True
+        self._refused.clear()
         self.are_known = True
 
     def go_on(self, cut: Cut, *, was_refused: bool) -> bool:
@@ -42,6 +50,21 @@ class SliceSizes:
             cut: with the present size.
             was_refused: whether there was no room for it; otherwise it is not exact.
         """
+        if was_refused:
+            self._refused.add(cut.passes)
+        return self._change_size(cut, was_refused=was_refused) or self._exclude()
+
+    def _exclude(self) -> bool:
+        """Go on without the cuts that were refused. Return False if none was."""
+        if not self._refused:
+            return False
+        self.excluded |= self._refused
+        self._refused.clear()
+        self.slice_bytes = self._first_bytes
+        self._may_grow = self.overlaps = True
+        return True
+
+    def _change_size(self, cut: Cut, *, was_refused: bool) -> bool:
         if not was_refused and self._may_grow and self.slice_bytes < GROWTH * self._first_bytes:
             self.slice_bytes *= 2
             return True

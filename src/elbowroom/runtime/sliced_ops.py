@@ -21,11 +21,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.errors import NO_ROOM, DeviceFull, Infeasible, MemoryRefused, TierError
-from elbowroom.hooks.compiled_regions import show_regions
-from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
-from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.native import library
 from elbowroom.ops.replayable import iterate_tensors
+from elbowroom.runtime.large_tensors import LargeTensors
 from elbowroom.runtime.observer import OpRecorder
 from elbowroom.runtime.slice_choice import Cut, SliceChooser, explain
 from elbowroom.runtime.slice_pass import Results, run_pass
@@ -47,9 +45,6 @@ SLICE = 8
 
 NEVER = 1 << 60
 
-LARGE = 8
-"""Arguments and results above this share of the budget are away while their op runs in slices."""
-
 PARTLY_WRITTEN = "{op} had begun to write, so what it updates is partly written: go on from a checkpoint"
 """Note on an error."""
 
@@ -66,6 +61,7 @@ class SlicedOps(TorchDispatchMode):
 
     Attributes:
         counts: how often each op ran in slices, by name.
+        has_run: whether any ran in the current or last step.
         inexact: names of those whose slices change the order of a sum.
     """
 
@@ -74,17 +70,18 @@ class SlicedOps(TorchDispatchMode):
         self._pager = pager
         self._make_room = make_room
         self._sections = pager.sections
+        self._large = LargeTensors(pager)
         self._is_exact = is_exact
         self._chooser = SliceChooser(is_exact=is_exact, folder=folder)
         self._waiting = WaitingOps(pager.sections, self._chooser)
         pager.storages.unwritten.have_written(self.run_waiting)
         self._refusals: dict[tuple[Any, ...], Infeasible | MemoryRefused] = {}
         self._sizes: dict[tuple[Any, ...], SliceSizes] = {}  # by op and shapes: those that have no room as a whole
-        self._table: Any = None
         self._lock: Any = contextlib.nullcontext()
         self._budget_bytes = 0
         self._recorder: OpRecorder | None = None
         self.counts: dict[str, int] = {}
+        self.has_run = False
         self.inexact: set[str] = set()
 
     def begin_step(
@@ -101,9 +98,10 @@ class SlicedOps(TorchDispatchMode):
         if budget_bytes != self._budget_bytes or has_plan:
             self._sizes.clear()  # the step's ops have room as a whole, or show that they do not
         self._budget_bytes = budget_bytes
+        self.has_run = False
         self._waiting.limit(budget_bytes)
         self._recorder = recorder
-        self._table = table
+        self._large.begin_step(budget_bytes, table)
         self._lock = lock
         watcher.set_slicer(self, min((key[1] for key in self._sizes), default=NEVER))
 
@@ -173,11 +171,14 @@ class SlicedOps(TorchDispatchMode):
         """
         args, kwargs = call.order(call.values)
         sizes = self._sizes.get(key) or SliceSizes(max(1, self._budget_bytes // SLICE))
-        self.page_out([call.reads[index] for index in find_targets(call)])  # so that an error leaves what they hold
+        targets = [call.reads[index] for index in find_targets(call)]
+        self._large.page_out(targets)  # so that an error leaves what they hold
+        page_out = self._large.watch(call.reads)
+        refusal: Infeasible | MemoryRefused | None = None
         while True:
-            cut = self._choose(call, args, kwargs, described, sizes.slice_bytes)
+            cut = self._choose(call, args, kwargs, described, sizes)
             if cut is None:
-                raise self._explain(key, call)
+                break
             is_allowed = cut.exactness.is_exact or not self._is_exact
             if is_allowed and given is None and sizes.are_known and sizes.overlaps:
                 waiting = self._have_wait(call, cut, described)
@@ -185,17 +186,17 @@ class SlicedOps(TorchDispatchMode):
                     return waiting
             found = self._try(call, cut, described, given, overlaps=sizes.overlaps) if is_allowed else None
             if isinstance(found, list):
+                self._sizes[key] = sizes
+                sizes.begin_again()
+                if given is None:  # else it was noted when it began to wait
+                    self._note(str(call.op), cut)
+                return found
+            refusal = found or refusal
+            if not page_out() and not sizes.go_on(cut, was_refused=found is not None):
                 break
-            if not self.page_out(call.reads) and not sizes.go_on(cut, was_refused=found is not None):
-                refusal = found or self._explain(key, call)
-                self._sizes.pop(key, None)
-                raise refusal
             restore()
-        self._sizes[key] = sizes
-        sizes.begin_again()
-        if given is None:  # else it was noted when it began to wait
-            self._note(str(call.op), cut)
-        return found
+        explained = self._explain(key, call)
+        raise refusal or explained
 
     @property
     def has_waiting(self) -> bool:
@@ -218,8 +219,7 @@ class SlicedOps(TorchDispatchMode):
 
     def _have_wait(self, call: OpCall, cut: Cut, described: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Have an op wait, if that is possible. Return its results."""
-        is_small = any(each.untyped_storage().nbytes() <= self._budget_bytes // LARGE for each in described)
-        if self._recorder is not None or len(cut.passes) > 1 or is_small:
+        if self._recorder is not None or len(cut.passes) > 1 or not all(map(self._large.is_large, described)):
             return None
         found = self._waiting.begin(call, cut, lambda: self._make_results(call, cut, described).tensors)
         if found is not None:
@@ -233,7 +233,7 @@ class SlicedOps(TorchDispatchMode):
         sizes = self._sizes.get(key)
         count, choice = 1, None
         if sizes is not None and sizes.are_known:
-            alone = self._choose(call, *call.order(call.values), described, sizes.slice_bytes)
+            alone = self._choose(call, *call.order(call.values), described, sizes)
             count = 1 if alone is None else max(alone.parts[alone.passes[0]], default=1)
         with contextlib.suppress(torch.OutOfMemoryError):  # a device has no room to try it
             choice = self._waiting.join(call, described, count)
@@ -263,15 +263,17 @@ class SlicedOps(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         described: Sequence[torch.Tensor],
-        nbytes: int,
+        sizes: SliceSizes,
     ) -> Cut | None:
         """Choose a cut. Where a device has no room to try it, the op's arguments leave first, and then others."""
         while True:
             try:
-                return self._chooser.choose(call, args, kwargs, described, nbytes, self._budget_bytes)
+                return self._chooser.choose(
+                    call, args, kwargs, described, sizes.slice_bytes, self._budget_bytes, sizes.excluded
+                )
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # they hold what was tried
-                if not self.page_out(call.reads) and not self._make_room():
+                if not self._large.page_out(call.reads) and not self._make_room():
                     raise
 
     def _explain(self, key: tuple[Any, ...], call: OpCall) -> Infeasible | MemoryRefused:
@@ -288,6 +290,7 @@ class SlicedOps(TorchDispatchMode):
 
     def _note(self, name: str, cut: Cut) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
+        self.has_run = True
         if cut.exactness is Exactness.INEXACT and name not in self.inexact:
             self.inexact.add(name)
             logger.warning(
@@ -320,7 +323,7 @@ class SlicedOps(TorchDispatchMode):
             may_halve = not self._is_exact or find_telling(call) is None
             for slice_pass in cut.passes:
                 run_pass(
-                    self._sections, call, slice_pass, cut.parts[slice_pass], results, self.page_out,
+                    self._sections, call, slice_pass, cut.parts[slice_pass], results, self._large.watch(call.reads),
                     overlaps=overlaps, may_halve=may_halve,
                 )  # fmt: skip
             results.finish(self._sections)
@@ -340,27 +343,6 @@ class SlicedOps(TorchDispatchMode):
             return refusal.with_traceback(None)
         return self._describe_refusal(call)  # of a device's allocator, which does not say what is missing
 
-    def page_out(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Move out large arguments of an op, which are read in sections from then on. Return True if any has left."""
-        freed_bytes = 0
-        for tensor in tensors:
-            storage = get_plain_storage(tensor)
-            if storage is None or storage.nbytes() <= self._budget_bytes // LARGE or self._sections.find_away(tensor):
-                continue
-            if is_shared(storage):
-                continue
-            saved = self._table.find(storage)
-            if saved is None or saved.record.id < 0:
-                self._table.mark_staying([tensor], tensor.device.type)
-            self._begin()
-            freed_bytes += self._sections.page_out(storage, None if saved is None else saved.copy)
-        return freed_bytes > 0
-
-    def _begin(self) -> None:
-        """Have what is away come back before it is used."""
-        show_regions()
-        restore_before_access(self._pager)
-
     def _make_results(
         self, call: OpCall, cut: Cut, described: Sequence[torch.Tensor], given: Sequence[torch.Tensor] | None = None
     ) -> Results:
@@ -371,16 +353,12 @@ class SlicedOps(TorchDispatchMode):
         tensors = []
         for index, like in enumerate(described):
             is_sum = any(index in each.results and is_summed(index, each) for each in cut.passes)
-            tensors.append(self._make(like, call.reads[0].device, is_resident=is_sum))
+            device = call.reads[0].device
+            if self._large.is_large(like) and not is_sum:
+                tensors.append(self._large.make(like, device))
+            else:
+                tensors.append(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device))
         return Results(tensors)
-
-    def _make(self, like: torch.Tensor, device: torch.device, *, is_resident: bool) -> torch.Tensor:
-        if not is_resident and like.untyped_storage().nbytes() > self._budget_bytes // LARGE:
-            self._begin()
-            tensor = self._sections.make(like, device)
-            self._table.mark_staying([tensor], device.type)
-            return tensor
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,58 @@
+"""How large slices are, and which cuts are chosen, when there is no room for the first choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import elbowroom
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.runtime.slice_sizes import SliceSizes
+from tests.cpu.test_sliced_ops import JOBS, LanguageModel, make_job
+from tests.state_jobs import MIN_BYTES, StateJob, assert_same, run_plain, run_within
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+def make_with_wide_head() -> StateJob:
+    return make_job(lambda: LanguageModel(6282, 256), (8, 129), classes=6282)
+
+
+def test_slices_do_not_get_smaller_with_each_step(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice whose argument was evicted to make room for it fits the next time in the same size."""
+    known: list[set[int]] = [set()]
+    begin_again = SliceSizes.begin_again
+
+    def note(self: SliceSizes) -> None:
+        known[-1].add(self.slice_bytes)
+        begin_again(self)
+
+    monkeypatch.setattr(SliceSizes, "begin_again", note)
+    job = make_with_wide_head()
+    with elbowroom.fit(job.model, job.optimizers, 36_000_000, profile=profile, min_offload_bytes=MIN_BYTES) as room:
+        for index in range(5):
+            known.append(set())
+            with room.step():
+                job.step(index)
+        assert room._modes.sliced_ops.counts["aten.mm.default"] == 5
+    sizes = [min(each) for each in known if each]
+    assert len(sizes) >= 3 and len(set(sizes)) == 1, known
+
+
+@pytest.mark.parametrize("budget_bytes", [32 << 20, 34 << 20])
+def test_another_cut_where_the_first_reads_too_much_as_a_whole(budget_bytes: int, profile: HardwareProfile) -> None:
+    """Within 30 MiB the logits' gradient cannot be read as a whole, and within 32 there is no room beside it."""
+
+    def make() -> Any:
+        return make_job(lambda: LanguageModel(8192, 64), (8, 129), classes=8192)
+
+    found = run_within(make, profile, budget_bytes, 2, elsewhere_bytes=1 << 20, mode="auto")
+    assert_same(run_plain(make, 2), found)
+
+
+@pytest.mark.parametrize("budget_bytes", [17_000_000, 20_000_000])
+def test_a_step_runs_unwatched_only_if_its_peak_is_known(budget_bytes: int, profile: HardwareProfile) -> None:
+    """Ops ran in slices when it was captured. As a whole they take more than is estimated, and than there is."""
+    make, _ = JOBS["convolutions"]
+    assert_same(run_plain(make, 5), run_within(make, profile, budget_bytes, 5, elsewhere_bytes=1 << 20, mode="auto"))
