@@ -157,7 +157,7 @@ def test_a_host_that_does_not_wait_for_ops_only_shows_that_steps_are_slower(
         train(job, room, STEPS_THAT_SET_THE_PACE + 2)
         after, measured = room.planned.forecast.step_seconds, room.journal().steps[-1].seconds
         assert not replans
-        assert after > 0.9 * before if factor == 0 else 0.8 * measured < after < 1.25 * measured, (
+        assert after > before / 2 if factor == 0 else 0.8 * measured < after < 1.25 * measured, (
             before,
             after,
             measured,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elbowroom.errors import UsageError
 from elbowroom.integrations.logged_metrics import LOGGED, PREFIX
@@ -130,13 +131,18 @@ def test_transformers_reports_before_others(tmp_path: pathlib.Path, profile: Har
     assert seen == [False, True]
 
 
-def test_transformers_after_a_failure(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
+@pytest.mark.parametrize("where", ["forward", "update"])
+def test_transformers_after_a_failure(where: str, tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
     """A training that fails inside a step ends the step, and can be repeated with the same callback."""
     from elbowroom.integrations.transformers import ElbowroomCallback
 
     model = make_gpt()
     callback = ElbowroomCallback("1GiB", profile=profile, **QUICK)
-    handle = model.register_forward_hook(lambda *_: 1 / 0)
+    fail: Any = lambda *_: 1 / 0  # noqa: E731
+    if where == "forward":
+        handle = model.register_forward_hook(fail)
+    else:
+        handle = register_optimizer_step_pre_hook(fail)
     with pytest.raises(ZeroDivisionError):
         train_gpt(tmp_path, callback, model=model, steps=1)
     handle.remove()
@@ -284,15 +290,17 @@ def make_lightning_gan(losses: list[str]) -> Any:
 
 
 def train_lightning(
-    folder: pathlib.Path, make: Callable[[list[str]], Any], callback: Any, *, resume: Any = None, **options: Any
-) -> tuple[list[str], bytes, Any]:
+    folder: pathlib.Path, make: Callable[[list[str]], Any], callback: Any, *, resume: Any = None, others: Any = (),
+    **options: Any,
+) -> tuple[list[str], bytes, Any]:  # fmt: skip
     lightning = pytest.importorskip("lightning.pytorch", reason="the extra `integrations` is not installed")
     losses: list[str] = []
     module = make(losses)
     lightning.seed_everything(4)
     trainer = lightning.Trainer(
         accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[] if callback is None else [callback], default_root_dir=str(folder), num_sanity_val_steps=1,
+        callbacks=[*others, *([] if callback is None else [callback])], default_root_dir=str(folder),
+        num_sanity_val_steps=1,
         **{"max_epochs": 1, "logger": False, **options},
     )  # fmt: skip
     trainer.fit(
@@ -335,6 +343,23 @@ def test_lightning(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
     )  # fmt: skip
     assert resumed.room is not None
     check_journal(resumed.room.journal(), budget, [Mode.PLANNED] * 6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_with_averaged_weights(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
+    """The average is a copy that a callback makes before the training begins. It counts, and may leave."""
+    pytest.importorskip("lightning", reason="the extra `integrations` is not installed")
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    from elbowroom.integrations.lightning import ElbowroomCallback
+
+    losses, bits, _ = train_lightning(tmp_path, make_lightning_module, None, others=[EMAWeightAveraging(decay=0.5)])
+    callback, average = ElbowroomCallback(9 << 17, profile=profile, **QUICK), EMAWeightAveraging(decay=0.5)
+    found = train_lightning(tmp_path, make_lightning_module, callback, others=[average])
+    assert found[:2] == (losses, bits)
+    assert callback.room is not None and average._average_model is not None
+    kept = set(map(id, callback.room._job.list_kept()))
+    assert kept.issuperset(map(id, average._average_model.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore")

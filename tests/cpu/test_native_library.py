@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
+import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -40,6 +42,21 @@ def small(tmp_path: pathlib.Path) -> Extension:
 def answer(extension: Extension, made: pathlib.Path) -> int:
     found: int = import_library(extension, made).answer
     return found
+
+
+def test_two_threads_load_one_module(small: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is initialized twice, at the same time, lacks some of its attributes."""
+    loads: list[float] = []
+
+    def load(_: Extension) -> object:
+        loads.append(0)
+        time.sleep(0.2)  # as long as the first load takes
+        return object()
+
+    monkeypatch.setattr(library, "_load", functools.cache(load))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(library.load.__wrapped__, [small] * 2)
+    assert first is second and len(loads) == 1
 
 
 def test_two_at_once_compile_one_file_which_is_kept_and_made_anew_where_damaged(

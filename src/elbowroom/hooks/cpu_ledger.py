@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from elbowroom.errors import Infeasible, MemoryRefused
+from elbowroom.hooks.counted_storages import count_new_storages
 from elbowroom.hooks.ledger import NO_LIMIT, MakeRoom
 from elbowroom.hooks.loaded_memory import find_loaded
 from elbowroom.native import library
@@ -39,6 +40,7 @@ class CpuLedger:
         self._budget_bytes = NO_LIMIT
         self._was_refused = False
         self.scope.set_make_room(self._ask)
+        count_new_storages()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         storages = [each.untyped_storage() for each in tensors if each.layout is torch.strided]

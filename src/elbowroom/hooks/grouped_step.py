@@ -79,15 +79,16 @@ class GroupedStep:
                 return inner(*args, **options)
             return self._run(inner, group_bytes, args, options)
 
-        self._step = types.MethodType(step, optimizer)
+        self._step: types.MethodType | None = types.MethodType(step, optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Give the optimizer its own step back."""
-        if vars(self._optimizer).get("step") is self._step:
+        if self._step is not None and vars(self._optimizer).get("step") is self._step:
             del self._optimizer.step
             if self._before is not None:
                 self._optimizer.step = self._before  # type: ignore[method-assign]
+        self._step = None  # else it keeps the optimizer until the garbage collector runs
         self._find_group_bytes = lambda: None  # a scheduler may have wrapped ours since
 
     def _run(self, step: Callable[..., Any], group_bytes: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
 from elbowroom.api import fit
 from elbowroom.integrations.logged_metrics import list_metrics
@@ -23,6 +25,8 @@ class ElbowroomCallback(Callback):
 
     Args:
         memory_budget: as for `elbowroom.fit`.
+        other_models: modules that a step uses beside the LightningModule. They may leave the device, too, as may those
+            that the Trainer's callbacks hold, such as the average of `StochasticWeightAveraging`.
         logs_metrics: whether the Trainer's loggers receive metrics of the room, with the prefix "elbowroom/", every
             `log_every_n_steps`.
         profile: as for `elbowroom.fit`.
@@ -36,12 +40,14 @@ class ElbowroomCallback(Callback):
         self,
         memory_budget: int | float | str,
         *,
+        other_models: Sequence[nn.Module] = (),
         logs_metrics: bool = True,
         profile: HardwareProfile | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self._memory_budget = memory_budget
+        self._other_models = tuple(other_models)
         self._logs_metrics = logs_metrics
         self._profile = profile
         self._options = options
@@ -58,7 +64,8 @@ class ElbowroomCallback(Callback):
         """
         self._close(None)
         model = trainer.model or pl_module  # in the wrapper of the Trainer's strategy, if there is one
-        self.room = fit(model, trainer.optimizers, self._memory_budget, profile=self._profile, **self._options)
+        models = [model, *self._other_models, *_list_modules_of_callbacks(trainer, pl_module)]
+        self.room = fit(models, trainer.optimizers, self._memory_budget, profile=self._profile, **self._options)
         self._profile = self.room.profile
         if self._learned is not None:
             self.room.load_state_dict(self._learned)
@@ -105,3 +112,15 @@ class ElbowroomCallback(Callback):
         if is_running and error is not None:
             self.room.end_step(error)
         self.room.detach()
+
+
+def _list_modules_of_callbacks(trainer: Trainer, pl_module: LightningModule) -> list[nn.Module]:
+    """List the modules among the attributes of a Trainer's callbacks that have parameters on the device."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    held = [each for callback in callbacks for each in vars(callback).values() if isinstance(each, nn.Module)]
+    used = set(map(id, pl_module.modules()))
+    return [
+        each
+        for each in held
+        if id(each) not in used and {parameter.device for parameter in each.parameters()} == {pl_module.device}
+    ]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pathlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,8 +54,8 @@ class ElbowroomCallback(TrainerCallback):
         self._profile = profile
         self._options = options
         self._is_running = False
-        self._watching = contextlib.ExitStack()  # the Trainer's steps for errors
         self.room: Room | None = None
+        watch_training_loops()
 
     def report_first(self, trainer: Any) -> None:
         """Move this callback before those that report to TensorBoard, W&B and others, which then receive our metrics.
@@ -80,8 +78,6 @@ class ElbowroomCallback(TrainerCallback):
         models = [model, *self._other_models]
         self.room = fit(models, optimizer, self._memory_budget, profile=self._profile, **self._options)
         self._profile = self.room.profile
-        if (trainer := self._find_trainer()) is not None:
-            self._watching.callback(watch_errors(trainer, self._abort_step))
         if state.global_step:
             self._resume(args, state)
 
@@ -127,47 +123,33 @@ class ElbowroomCallback(TrainerCallback):
                 load_learned(self.room, learned)
                 return
 
-    def _find_trainer(self) -> Trainer | None:
-        """Return the Trainer that calls, whose callbacks are not told of it."""
-        frame = sys._getframe()
-        while frame.f_back is not None:
-            frame = frame.f_back
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, Trainer) and self in caller.callback_handler.callbacks:
-                return caller
-        return None
-
-    def _abort_step(self, error: BaseException) -> None:
+    def abort_step(self, error: BaseException) -> None:
+        """End the step that an error aborts, if one is running."""
         if self.room is not None and self._is_running:
             self._is_running = False
             self.room.end_step(error)
 
     def _close(self) -> None:
-        self._watching.close()
         self._is_running = False
         if self.room is not None:
             self.room.detach()
 
 
-def watch_errors(trainer: Trainer, tell: Callable[[BaseException], None]) -> Callable[[], None]:
-    """Tell of errors in a Trainer's training steps, for which it has no callback. Return a function that ends this."""
-    attributes = vars(trainer)
-    name = "training_step"
-    inner, had = trainer.training_step, name in attributes
+def watch_training_loops() -> None:
+    """Have training loops of transformers tell our callbacks of errors, for which there is no event. Permanent."""
+    inner = Trainer._inner_training_loop
+    if hasattr(inner, "tells_callbacks"):
+        return
 
     @functools.wraps(inner)
-    def training_step(*args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: Any, **options: Any) -> Any:
         try:
-            return inner(*args, **kwargs)
+            return inner(trainer, *args, **options)
         except BaseException as error:
-            tell(error)
+            for each in trainer.callback_handler.callbacks:
+                if isinstance(each, ElbowroomCallback):
+                    each.abort_step(error)
             raise
 
-    def end() -> None:
-        if attributes.get(name) is training_step:
-            del attributes[name]
-            if had:
-                attributes[name] = inner
-
-    attributes[name] = training_step
-    return end
+    run.tells_callbacks = True  # type: ignore[attr-defined]
+    Trainer._inner_training_loop = run  # type: ignore[assignment, method-assign]

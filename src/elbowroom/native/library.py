@@ -12,6 +12,7 @@ import platform
 import shlex
 import sys
 import sysconfig
+import threading
 from types import ModuleType
 from typing import NamedTuple
 
@@ -161,6 +162,9 @@ def import_library(extension: Extension, library: pathlib.Path) -> ModuleType:
     return made
 
 
+_loading = threading.Lock()
+
+
 @functools.cache
 def load(extension: Extension = NATIVE) -> ModuleType:
     """Return an extension, compiling it if needed.
@@ -168,6 +172,12 @@ def load(extension: Extension = NATIVE) -> ModuleType:
     Raises:
         UsageError: as for `build_library`, or the file cannot be loaded.
     """
+    with _loading:  # `functools.cache` lets two threads in, and each would initialize the module
+        return _load(extension)
+
+
+@functools.cache
+def _load(extension: Extension) -> ModuleType:
     library = build_library(extension)
     try:
         return import_library(extension, library)

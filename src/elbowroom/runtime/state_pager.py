@@ -213,6 +213,7 @@ class StatePager:
         self.storages.sweep()
         self.budget_bytes = None
         self.storages.restore_all()
+        self.storages.end_steps()
         self._deactivate()
 
     def count_away(self) -> int:
