@@ -139,10 +139,7 @@ def test_transformers_after_a_failure(where: str, tmp_path: pathlib.Path, profil
     model = make_gpt()
     callback = ElbowroomCallback("1GiB", profile=profile, **QUICK)
     fail: Any = lambda *_: 1 / 0  # noqa: E731
-    if where == "forward":
-        handle = model.register_forward_hook(fail)
-    else:
-        handle = register_optimizer_step_pre_hook(fail)
+    handle = model.register_forward_hook(fail) if where == "forward" else register_optimizer_step_pre_hook(fail)
     with pytest.raises(ZeroDivisionError):
         train_gpt(tmp_path, callback, model=model, steps=1)
     handle.remove()

@@ -243,6 +243,21 @@ def test_the_smallest_budget_works_and_no_smaller_one() -> None:
     assert caught.value.needed_bytes == whole_bytes
 
 
+def test_larger_slices_where_there_would_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_bytes, _ = find_lowest_budgets()
+    budget_bytes = 3 * whole_bytes // 4
+
+    def count_entries() -> int:
+        made = plan(TRACE, COSTS, budget_bytes, strategy="offload_all", slices="exact")
+        assert simulate(TRACE, COSTS, made).peak_bytes <= budget_bytes
+        return apply_cuts(TRACE, COSTS, made)[0].end
+
+    monkeypatch.setattr("elbowroom.planner.slicing.choice.SHARES", ())  # smaller slices than are needed
+    entries = count_entries()
+    monkeypatch.setattr("elbowroom.planner.slicing.choice.MOST_ENTRIES", entries - 1)
+    assert count_entries() < entries
+
+
 def test_nothing_is_cut_where_whole_ops_fit() -> None:
     whole_bytes, _ = find_lowest_budgets()
     for strategy in ("auto", "tvdnn_ilp"):

@@ -6,6 +6,7 @@ slices are made smaller until it fits.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
@@ -17,8 +18,9 @@ from elbowroom.ir.sliced_trace import SlicedTrace, slice_trace
 from elbowroom.ir.slicing import OpCut, OpSlicing, SlicePass, count_parts, count_whole_bytes
 from elbowroom.ir.trace import Op, Trace
 
-SLICE = 8
-"""Tensors of one slice take at most this share of the budget at first, so that others can be on their way."""
+FIRST_SLICES = (8, 4, 2)
+"""Tensors of one slice take at most this share of the budget at first, so that others can be on their way. If that
+makes too many slices, larger ones are tried."""
 
 MOST_PARTS = 32
 """Most slices of one loop."""
@@ -71,6 +73,10 @@ FindFloor = Callable[[Trace, Costs], Forecast]
 """Forecasts the step with everything away that may be."""
 
 
+class _TooLong(Exception):
+    pass
+
+
 class CutChooser:
     """Chooses cuts of one trace.
 
@@ -105,6 +111,17 @@ class CutChooser:
 
         Cost: a few forecasts.
         """
+        for share in FIRST_SLICES:
+            with contextlib.suppress(_TooLong):
+                return self._refine(budget_bytes, budget_bytes // share)
+        return None
+
+    def _refine(self, budget_bytes: int, first_bytes: int) -> SlicedStep | None:
+        """Return a step whose slices take `first_bytes` at most, and less where that is too much for the budget.
+
+        Raises:
+            _TooLong: it has too many entries.
+        """
         slice_bytes: dict[int, int] = {}  # by tick
         over = self._find_over(self._whole, budget_bytes, None)
         step = None
@@ -113,7 +130,7 @@ class CutChooser:
             for tick in over:
                 former = slice_bytes.get(tick)
                 if tick in self._slicing and (former is None or former > 1):
-                    slice_bytes[tick] = max(1, budget_bytes // SLICE) if former is None else max(1, former // 2)
+                    slice_bytes[tick] = max(1, first_bytes) if former is None else max(1, former // 2)
                     finer = True
             if not finer:
                 return None
@@ -122,7 +139,7 @@ class CutChooser:
                 return None
             sliced = slice_trace(self._trace, cuts)
             if sliced.trace.end > MOST_ENTRIES:
-                return None
+                raise _TooLong
             costs = sliced.slice_costs(self._costs)
             step = SlicedStep(cuts, budget_bytes, sliced, costs, self._find_floor(sliced.trace, costs))
             over = self._find_over(step.floor, budget_bytes, sliced)
