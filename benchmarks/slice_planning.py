@@ -1,12 +1,13 @@
 """Plans whose ops run in slices: the smallest budgets with and without, and VGG-16 in the memory of a small card.
 
-    python benchmarks/slice_planning.py [--parts floors,vgg] [--models ...] [--output FILE.json]
+    python benchmarks/slice_planning.py [--parts floors,vgg,state] [--models ...] [--output FILE.json]
 
 floors  The smallest budget of a step with whole ops, and in slices: exact ones, and ones that add sums in another
         order. Without the model's state, which slices do not change, it is the working set.
 vgg     VGG-16 with 256 and 512 images in 4 and in 2 GiB of a Titan X (Maxwell, 12 GiB), over the step on a card with
         enough memory. Beside it the bound of any plan with these slices; vDNN published 18 % for 256 images in the
         12 GB of that card, and tvDNN "a few GB" for both batches, with no figure in its abstract. The optimizer is SGD.
+state   The same by `auto`, where the model's state may leave as well.
 
 All figures are forecasts of judged plans.
 """
@@ -17,6 +18,7 @@ import argparse
 import functools
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from headlines import make_titan_x
@@ -79,7 +81,7 @@ def measure_floors(models: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def plan_vgg() -> list[dict[str, Any]]:
+def plan_vgg(manages: Manages, strategies: Sequence[str]) -> list[dict[str, Any]]:
     """Return the forecasts for VGG-16 in a small memory."""
     rows = []
     for batch in BATCHES:
@@ -87,26 +89,28 @@ def plan_vgg() -> list[dict[str, Any]]:
         costs = price(trace, make_titan_x())
         for budget_bytes in BUDGETS:
             for slices in (Slices.ANY, Slices.EXACT):
-                for strategy in STRATEGIES:
+                for strategy in strategies:
                     row = {"batch": batch, "budget_bytes": budget_bytes, "slices": str(slices), "strategy": strategy}
-                    row |= judge(trace, costs, budget_bytes, strategy, slices)
+                    row |= judge(trace, costs, budget_bytes, strategy, slices, manages)
                     rows.append(row)
                     print(json.dumps(row), flush=True)
     return rows
 
 
-def judge(trace: Trace, costs: Costs, budget_bytes: int, strategy: str, slices: Slices) -> dict[str, Any]:
+def judge(
+    trace: Trace, costs: Costs, budget_bytes: int, strategy: str, slices: Slices, manages: Manages
+) -> dict[str, Any]:
     """Return the figures of one plan."""
     whole = pose(trace, costs, budget_bytes)
     found: dict[str, Any] = {"plain_seconds": whole.plain.step_seconds, "whole_ops_need_bytes": whole.floor.peak_bytes}
     begin = time.perf_counter()
     try:
-        made = plan(trace, costs, budget_bytes, strategy=strategy, slices=slices)
+        made = plan(trace, costs, budget_bytes, strategy=strategy, slices=slices, manages=manages)
     except Infeasible as error:
         return {**found, "needed_bytes": error.needed_bytes}
     seconds = time.perf_counter() - begin
     sliced, sliced_costs, decided = apply_cuts(trace, costs, made)
-    problem = pose(sliced, sliced_costs, budget_bytes, manages=Manages.ACTIVATIONS)
+    problem = pose(sliced, sliced_costs, budget_bytes, manages=manages)
     forecast, bound = problem.drafter.replay.run(decided), find_bound(problem)
     return found | {
         "over_plain": forecast.step_seconds / whole.plain.step_seconds,
@@ -126,7 +130,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--output", help="JSON file")
     arguments = parser.parse_args()
-    parts = {"floors": functools.partial(measure_floors, arguments.models), "vgg": plan_vgg}
+    parts = {
+        "floors": functools.partial(measure_floors, arguments.models),
+        "vgg": functools.partial(plan_vgg, Manages.ACTIVATIONS, STRATEGIES),
+        "state": functools.partial(plan_vgg, Manages.EVERYTHING, ("auto",)),
+    }
     results = [{"part": name, **row} for name in arguments.parts.split(",") for row in parts[name]()]
     write_results(arguments.output, results)
 
