@@ -419,6 +419,7 @@ CASES = {
     "transformer, buckets hold the gradients": RankCase(
         Transformer, WORDS, adamw, replicate(gradient_as_bucket_view=True, static_graph=True)
     ),
+    "static graph": RankCase(Transformer, WORDS, adamw, replicate(static_graph=True)),
     "convolutions": RankCase(Convolutions, IMAGES, sgd, replicate(gradient_as_bucket_view=True)),
     "experts": RankCase(Experts, WORDS, adamw, replicate(find_unused_parameters=True)),
     "accumulation": RankCase(

@@ -40,6 +40,7 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("checkpointed", 2_600_000, OFFLOADING),
     ("spread optimizer", 3_000_000, OFFLOADING),
     ("reduced in place", 1_700_000, {"manages": "activations", "strategy": "recompute_all"}),
+    ("static graph", 1_900_000, {"mode": "dynamic"}),
 )
 """Jobs with budgets and options of their rooms."""
 

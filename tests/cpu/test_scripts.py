@@ -551,6 +551,15 @@ def test_a_budget_that_cannot_hold(profile: HardwareProfile) -> None:
     assert find_cause(ValueError()) is None
 
 
+def test_ranks_that_the_script_starts(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lightning does for several devices: they would train without a budget."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UsageError, match="has started the other 1 of 2 ranks by itself"), managing(profile, BUDGET):
+        train_plainly()
+
+
 @pytest.mark.parametrize("has_optimizer", [True, False])
 def test_a_script_that_goes_on_after_an_error_is_not_trained_without_a_budget(
     has_optimizer: bool, profile: HardwareProfile, tmp_path: pathlib.Path

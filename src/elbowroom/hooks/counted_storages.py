@@ -12,6 +12,8 @@ import torch
 
 from elbowroom.hooks.dispatch_keys import Hidden
 
+LARGEST_BYTES = (1 << 63) - 1
+
 _make = torch._C.StorageBase.__new__
 
 
@@ -22,10 +24,11 @@ def count_new_storages() -> None:
 
 
 def _make_counted(kind: type[torch.UntypedStorage], *args: Any, **options: Any) -> torch.UntypedStorage:
-    if kind is torch.UntypedStorage and len(args) == 1 and type(args[0]) is int and args[0] > 0 and _is_on_cpu(options):
-        with Hidden():
+    is_size = len(args) == 1 and type(args[0]) is int and 0 < args[0] <= LARGEST_BYTES
+    if kind is torch.UntypedStorage and is_size and _is_on_cpu(options):
+        with torch._C.DisableTorchFunction(), Hidden():
             made = torch.ops.aten.empty.memory_format(args, dtype=torch.uint8, device="cpu")
-        storage: torch.UntypedStorage = made.untyped_storage()
+            storage: torch.UntypedStorage = made.untyped_storage()
         return storage
     made_by_default: torch.UntypedStorage = _make(kind, *args, **options)
     return made_by_default

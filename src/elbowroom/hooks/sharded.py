@@ -64,10 +64,11 @@ def find_wrapper(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def list_bucketed(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters whose gradients are views of one storage.
+    """Return the parameters whose gradients stay: they are views of one storage, or accessed without an op.
 
-    Buckets of `DistributedDataParallel`, whose memory it accesses without an op, and what `fully_shard` receives.
+    Those of `DistributedDataParallel` if they are in its buckets, or if it has a static graph: it reads all of them at
+    the end of its first backward pass. And what `fully_shard` receives.
     """
-    viewing = [each for each in find_replicas(model) if each.gradient_as_bucket_view]
+    viewing = [each for each in find_replicas(model) if each.gradient_as_bucket_view or each.static_graph]
     bucketed = [parameter for each in viewing for parameter in each.module.parameters()]
     return bucketed + [each.sharded_param for each in list_fsdp_parameters(model)]

@@ -219,10 +219,6 @@ class PagedStorages:
                 if (copy := self.copies.pop(record, None)) is not None:
                     self._transfers.discard(copy)
 
-    def end_steps(self) -> None:
-        """Have storages come back without making room: there is no budget from now on."""
-        self._make_room = lambda _: None  # the pager's, which holds the job, is a cycle
-
     def clear(self) -> None:
         """Forget all storages, which are in memory, and give up their copies."""
         self.table.clear()

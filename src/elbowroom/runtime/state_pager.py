@@ -8,9 +8,11 @@ error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -110,7 +112,8 @@ class StatePager:
         self._first_bytes: int | None = None  # state when the first step begins
         self._comes_first = False  # state leaves before activations, as there is more of it
         self._was_short = False
-        self.storages = PagedStorages(transfers, ledger, self._limit)
+        # Not a method, which would make a cycle that holds the job.
+        self.storages = PagedStorages(transfers, ledger, functools.partial(_limit, weakref.ref(self)))
         self.sections = Sections(self.storages, transfers)
         self.is_active = False
         self.follows_plan = False
@@ -213,7 +216,6 @@ class StatePager:
         self.storages.sweep()
         self.budget_bytes = None
         self.storages.restore_all()
-        self.storages.end_steps()
         self._deactivate()
 
     def count_away(self) -> int:
@@ -275,7 +277,7 @@ class StatePager:
                 has_new |= table.add(storage, is_movable=True) is not None
         return has_new
 
-    def _limit(self, nbytes: int) -> int | None:
+    def limit(self, nbytes: int) -> int | None:
         """Have other state leave before a storage comes back. Return the budget; None between steps."""
         if self.budget_bytes is None:
             return None
@@ -339,3 +341,8 @@ class StatePager:
         for record in self._held:
             record.is_written = True  # by its address
         self._held.clear()
+
+
+def _limit(pager: weakref.ref[StatePager], nbytes: int) -> int | None:
+    found = pager()
+    return None if found is None else found.limit(nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.api import fit
+from elbowroom.errors import UsageError
 from elbowroom.hooks.attachment import is_marked
+from elbowroom.hooks.sharded import find_wrapper
 from elbowroom.integrations.optimizer_steps import OptimizerSteps
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
@@ -58,6 +61,7 @@ class ManagedProgram:
         self._whole_steps = 0  # of the latest job
         self._has_inner_loops = False
         self._steps: OptimizerSteps | None = None
+        self._is_rank = "WORLD_SIZE" in os.environ  # as torchrun starts it
         self._finder = JobFinder(self._start, self._stop_for_another, self._note_backward, self._note_failure)
         self.rooms = 0
         self.has_own_rooms = False
@@ -83,9 +87,11 @@ class ManagedProgram:
             self.has_own_rooms = True
             return
         # Other ranks may have other modules beside the model.
+        self._check_ranks()
         gc.collect()  # what is left of a former job, or of a model that was dropped, is not part of this one
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        self._models = [job.model, *(list_other_models(job.model) if is_alone else ())]
+        model = find_wrapper(job.model)  # whose buckets count
+        self._models = [model, *(list_other_models(job.model) if is_alone else ())]
         room = fit(self._models, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
         room.count_also(list_other_tensors(job.model))
         self._profile = room.profile
@@ -109,6 +115,18 @@ class ManagedProgram:
                 "this is the %dth time that the program makes an optimizer and trains with it; each time its steps are "
                 "learned anew. If it makes one in every iteration, call elbowroom.fit in the program instead",
                 MOST_ROOMS,
+            )
+
+    def _check_ranks(self) -> None:
+        """Raise an error if the program has started other ranks by itself."""
+        distributed = torch.distributed
+        if self._is_rank or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if (ranks := distributed.get_world_size()) > 1:
+            raise UsageError(
+                f"the program has started the other {ranks - 1} of {ranks} ranks by itself, and they train without a "
+                "budget: start all of them with torchrun --nproc-per-node ... -m elbowroom.run, or use "
+                "elbowroom.fit, or the callback for its framework, in the program"
             )
 
     def _stop_for_another(self, optimizer: Optimizer) -> bool:
