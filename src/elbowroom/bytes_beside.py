@@ -11,7 +11,7 @@ from elbowroom.ir.digest import digest
 from elbowroom.ir.outside import count_outside, set_outside
 from elbowroom.job import Job
 from elbowroom.plan_cache import PlanCache, list_sizes
-from elbowroom.plan_cache_entry import PlanCacheEntry
+from elbowroom.plan_cache_entry import OpBytes, PlanCacheEntry
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_state import StepState
 
@@ -102,25 +102,31 @@ class BytesBeside:
 
         Returns:
             Whether the next step may be expected to follow the plan of the entry: this one was of its kind, and lacked
-            memory for the first time, or is planned again.
+            memory for the first time, is planned again, or follows the plan from now on as far as there is room.
         """
         name_kind = self._cache.name_kind
         is_alike = name_kind(state.saved_tensors.sizes) == name_kind(list_sizes(entry.planned.trace))
         if not state.left_for_room or not is_alike:
             return False
         self._left_steps += 1
+        if entry.op_bytes in (OpBytes.ESTIMATED, OpBytes.DOUBTED) and not entry.is_agreed:
+            entry.op_bytes = OpBytes.DOUBTED
+            return True
         if self._left_steps < SHORT_STEPS:  # a single step may hold something that the others do not
             return True
         self._left_steps = 0
-        return self._learn(entry, state.missing_bytes)
+        if entry.is_agreed or state.missing_bytes <= 0:
+            return False
+        entry.is_short = not self._learn(entry, state.missing_bytes)
+        return True
 
     def _learn(self, entry: PlanCacheEntry, missing_bytes: int) -> bool:
         """Plan a step again that needs more than was forecast. Return whether a plan fits.
 
         Args:
-            missing_bytes: of the budget; 0 if they are not known.
+            missing_bytes: of the budget.
         """
-        if missing_bytes <= 0 or entry.is_agreed:
+        if entry.is_agreed:
             return False
         planned, budget_bytes = entry.planned, self._cache.lease.device_bytes
         excess_bytes = missing_bytes + max(0, planned.count_spare_bytes(budget_bytes, self._live_bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 from elbowroom.agreed_plans import AgreedPlans, CapturedStep
@@ -15,7 +16,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache, list_sizes
-from elbowroom.plan_cache_entry import PlanCacheEntry, Source
+from elbowroom.plan_cache_entry import OpBytes, PlanCacheEntry, Source
 from elbowroom.planner_faults import explain_fault
 from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
@@ -110,7 +111,8 @@ class CapturedSteps:
             return
         self._schedule.note_success()
         cache.entries[0].calls = calls
-        cache.entries[0].has_sliced_ops = self._sliced_ops.has_run
+        if self._sliced_ops.has_run:
+            cache.entries[0].op_bytes = OpBytes.ESTIMATED
 
     def learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
         """Take note of a planned step whose ops were measured.
@@ -129,6 +131,30 @@ class CapturedSteps:
         else:
             self._cache.record_again(entry, measured)
 
+    def learn_bytes(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord) -> None:
+        """Plan a step again if its ops, measured in a step that left its plan, take more than was estimated."""
+        entry.op_bytes = OpBytes.UNKNOWN if self._sliced_ops.has_run else OpBytes.MEASURED
+        planned = entry.planned
+        measured = capture.measure(planned.trace, record.seconds, record.stall_seconds)
+        if measured is None:
+            return
+        known = planned.costs.workspace_bytes
+        workspace_bytes = tuple(map(max, known, measured.workspace_bytes))
+        if workspace_bytes == known:
+            return
+        costs = dataclasses.replace(planned.costs, workspace_bytes=workspace_bytes)
+        try:
+            entry.replace(self._cache.plan_step(planned.trace, costs))
+        except Infeasible as error:
+            self._schedule.reason = NO_PLAN
+            self._give_up(entry, explain_no_plan(error))
+        except TraceError as error:
+            self._give_up(entry, explain_fault(error))
+
+    def _give_up(self, entry: PlanCacheEntry, why: str) -> None:
+        self._cache.remove(entry)
+        self._schedule.put_off(self._metering.steps - 1, why)
+
     def _replan(self, entry: PlanCacheEntry, measured: Measurements | None, *, is_followed: bool) -> None:
         """Replan with measured op times, if the observed step matched the planned one to the last op."""
         if measured is None:
@@ -144,5 +170,4 @@ class CapturedSteps:
             why = explain_fault(error)
         else:
             return
-        self._cache.remove(entry)
-        self._schedule.put_off(self._metering.steps - 1, why)
+        self._give_up(entry, why)

@@ -23,6 +23,18 @@ class Source(enum.Enum):
     """Measured, but steps take another time than predicted: measured again."""
 
 
+class OpBytes(enum.Enum):
+    """Whether the bytes that an entry's ops take are known."""
+
+    MEASURED = enum.auto()
+    ESTIMATED = enum.auto()
+    """Some ran in slices when the step was captured, and what they take as a whole is estimated."""
+    DOUBTED = enum.auto()
+    """They are estimated, and a step had too little room for its plan: they are measured in the next one."""
+    UNKNOWN = enum.auto()
+    """Some ran in slices then, too."""
+
+
 @dataclasses.dataclass(slots=True)
 class PlanCacheEntry:
     """One kind of step with its plan, and measurements of its steps.
@@ -41,7 +53,9 @@ class PlanCacheEntry:
         is_seen: whether this room has run such a step; another room's may belong to another model.
         lost_seconds: that a better plan might have saved.
         is_proven: whether a step has followed the current plan to its end, within the budget.
-        has_sliced_ops: whether ops ran in slices when the step was captured: what they take as a whole is estimated.
+        op_bytes: of the costs.
+        is_short: whether steps need more than any plan has room for, when ops run as a whole. They follow the current
+            plan as far as there is room.
         excess_bytes: that steps needed beyond the forecast peak.
         is_agreed: whether all ranks of a distributed job follow the plan, which the times of one do not change.
     """
@@ -59,7 +73,8 @@ class PlanCacheEntry:
     is_seen: bool = True
     lost_seconds: float = 0.0
     is_proven: bool = False
-    has_sliced_ops: bool = False
+    op_bytes: OpBytes = OpBytes.MEASURED
+    is_short: bool = False
     excess_bytes: int = 0
     is_agreed: bool = False
 
@@ -69,10 +84,12 @@ class PlanCacheEntry:
     @property
     def is_peak_known(self) -> bool:
         """True if the bytes of all ops were measured, or a step has shown that the plan keeps the budget."""
-        return self.is_proven or not (self.source is Source.ESTIMATED or self.has_sliced_ops)
+        return self.is_proven or (self.source is not Source.ESTIMATED and self.op_bytes is OpBytes.MEASURED)
 
     def is_measuring(self, settling_steps: int) -> bool:
         """Return True if the next step should be measured op by op."""
+        if self.op_bytes is OpBytes.DOUBTED:
+            return True
         if self.source is Source.ESTIMATED:
             return self.measured_steps < settling_steps
         return self.source is Source.DOUBTED
@@ -88,7 +105,7 @@ class PlanCacheEntry:
         self.predicted_seconds = planned.busy_seconds
         self.busy_seconds.clear()
         self.activities = ()
-        self.is_proven = False
+        self.is_proven = self.is_short = False
 
     def is_usual(self, inputs: Inputs, count: int) -> bool:
         """Return True if steps of this kind call the model this often with these shapes, or if no call was observed."""

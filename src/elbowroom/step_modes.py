@@ -21,7 +21,7 @@ from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plain_step_check import PlainStepCheck
 from elbowroom.plan_cache import PlanCache
-from elbowroom.plan_cache_entry import PlanCacheEntry
+from elbowroom.plan_cache_entry import OpBytes, PlanCacheEntry
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.between_steps import BetweenSteps
@@ -176,13 +176,16 @@ class StepModes:
         meter = self._metering.make(is_detailed=measuring)
         capture = self._make_capture(meter) if measuring else None
         entries = tuple(self._cache.entries)
-        varies = self._cache.varies and capture is None
+        measures_bytes = entry.op_bytes is OpBytes.DOUBTED
+        varies = (self._cache.varies or entry.is_short) and capture is None
         runner = self._make_runner(Phase.MANAGED if varies else Phase.FOLLOWING_PLAN, entries, capture)
         step = yield from self._run(runner, meter, capture)
         record, followed = self._settle(entries, step, meter)
         if record.mode is Mode.DYNAMIC:
             return
-        if capture is not None:
+        if capture is not None and measures_bytes:
+            self.captured.learn_bytes(entry, capture, record)
+        elif capture is not None:
             self.captured.learn(entry, capture, record, is_followed=followed is entry)
         elif followed is entry and record.needs:
             self._cache.calibrate_time(entry, record)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode
 from elbowroom.runtime.slice_sizes import SliceSizes
 from tests.cpu.test_sliced_ops import JOBS, LanguageModel, make_job
 from tests.state_jobs import MIN_BYTES, StateJob, assert_same, run_plain, run_within
@@ -56,3 +58,30 @@ def test_a_step_runs_unwatched_only_if_its_peak_is_known(budget_bytes: int, prof
     """Ops ran in slices when it was captured. As a whole they take more than is estimated, and than there is."""
     make, _ = JOBS["convolutions"]
     assert_same(run_plain(make, 5), run_within(make, profile, budget_bytes, 5, elsewhere_bytes=1 << 20, mode="auto"))
+
+
+def make_convolutions() -> StateJob:
+    return make_job(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(4),
+        ),
+        (16, 3, 48, 48),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("budget_bytes", [11_900_000, 10_720_000])
+def test_a_plan_with_too_little_room_is_mended_or_followed_in_part(budget_bytes: int, profile: HardwareProfile) -> None:
+    """The first captured step ran an op in slices, so its plan has too little room for the whole one.
+
+    Within the larger budget there is a better plan, and within the other one there is none.
+    """
+    job = make_convolutions()
+    with elbowroom.fit(job.model, job.optimizers, budget_bytes, profile=profile, min_offload_bytes=MIN_BYTES) as room:
+        for index in range(30):
+            with room.step():
+                job.step(index)
+        modes = [record.mode for record in room.journal().steps]
+        assert all((record.peak_bytes or 0) <= budget_bytes for record in room.journal().steps)
+    assert Mode.DRIFTED not in modes[6:] and modes[6:].count(Mode.PLANNED) >= 20, modes

@@ -85,8 +85,8 @@ class StepContext:
         if path is None or self._state.has_no_room_below(self._by_id[storage]):
             return True
         # A replay needs memory beside that of the backward node that triggers it, so it gets half of the free memory.
-        # It reads its inputs as a whole, and there is a gradient as large as the storage.
-        needed_bytes = path.nbytes + path.read_bytes + self._by_id[storage].nbytes
+        # It reads its inputs as a whole; the node has a gradient as large as the storage, and may need another tensor.
+        needed_bytes = path.nbytes + path.read_bytes + 2 * self._by_id[storage].nbytes
         return bool(max(2 * path.nbytes, needed_bytes) <= self._free_bytes)
 
     def may_leave(self, storage: int) -> bool:
