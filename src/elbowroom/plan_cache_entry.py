@@ -24,7 +24,7 @@ class Source(enum.Enum):
 
 
 class OpBytes(enum.Enum):
-    """Whether the bytes that an entry's ops take are known."""
+    """Origin of the bytes that an entry's ops take."""
 
     MEASURED = enum.auto()
     ESTIMATED = enum.auto()
