@@ -33,7 +33,7 @@ from elbowroom.ir.journal import Journal, Mode
 from elbowroom.scripts.exit_codes import find_cause
 from elbowroom.scripts.journal_file import JournalFile
 from elbowroom.scripts.live_view import LiveView
-from elbowroom.scripts.managed_program import ManagedProgram
+from elbowroom.scripts.managed_program import LAUNCHED, ManagedProgram
 from elbowroom.scripts.request import names_script, read_request
 from elbowroom.units import format_bytes
 
@@ -551,13 +551,18 @@ def test_a_budget_that_cannot_hold(profile: HardwareProfile) -> None:
     assert find_cause(ValueError()) is None
 
 
-def test_ranks_that_the_script_starts(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Lightning does for several devices: they would train without a budget."""
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(UsageError, match="has started the other 1 of 2 ranks by itself"), managing(profile, BUDGET):
-        train_plainly()
+def test_ranks_that_the_script_starts(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Lightning does for several devices: they train without a budget."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    with managing(profile, BUDGET) as program:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        program._check_ranks()
+        monkeypatch.undo()
+    assert "this is one of 2 ranks" in caplog.text
 
 
 @pytest.mark.parametrize("has_optimizer", [True, False])

@@ -12,7 +12,6 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.api import fit
-from elbowroom.errors import UsageError
 from elbowroom.hooks.attachment import is_marked
 from elbowroom.hooks.sharded import find_wrapper
 from elbowroom.integrations.optimizer_steps import OptimizerSteps
@@ -27,6 +26,9 @@ logger = logging.getLogger(__name__)
 MOST_ROOMS = 4
 """Number of jobs in one program after which a warning says that each begins anew."""
 
+
+LAUNCHED = "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"
+"""Variables of processes that torchrun, Slurm or MPI has started as one of several."""
 
 SOME_STEPS = 2
 """Steps without an inner loop after which none is expected."""
@@ -61,7 +63,7 @@ class ManagedProgram:
         self._whole_steps = 0  # of the latest job
         self._has_inner_loops = False
         self._steps: OptimizerSteps | None = None
-        self._is_rank = "WORLD_SIZE" in os.environ  # as torchrun starts it
+        self._is_rank = any(name in os.environ for name in LAUNCHED)
         self._finder = JobFinder(self._start, self._stop_for_another, self._note_backward, self._note_failure)
         self.rooms = 0
         self.has_own_rooms = False
@@ -118,16 +120,16 @@ class ManagedProgram:
             )
 
     def _check_ranks(self) -> None:
-        """Raise an error if the program has started other ranks by itself."""
+        """Warn if the program may have started other ranks by itself."""
         distributed = torch.distributed
         if self._is_rank or not (distributed.is_available() and distributed.is_initialized()):
             return
         if (ranks := distributed.get_world_size()) > 1:
-            raise UsageError(
-                f"the program has started the other {ranks - 1} of {ranks} ranks by itself, and they train without a "
-                "budget: start all of them with torchrun --nproc-per-node ... -m elbowroom.run, or use "
-                "elbowroom.fit, or the callback for its framework, in the program"
-            )
+            logger.warning(
+                "this is one of %d ranks. If the program has started the others by itself, as Lightning does, they "
+                "train without a budget: start all with torchrun --nproc-per-node ... -m elbowroom.run, or use "
+                "elbowroom.fit, or the callback for its framework, in the program", ranks,
+            )  # fmt: skip
 
     def _stop_for_another(self, optimizer: Optimizer) -> bool:
         """End the present job, unless another optimizer is made inside one of its steps, which then belongs to it.
