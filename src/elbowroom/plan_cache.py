@@ -232,7 +232,7 @@ class PlanCache:
         trace, costs = entry.planned.trace, entry.planned.costs
         try:
             planned = self.plan_step(trace, costs)
-            return [dataclasses.replace(entry, planned=planned, busy_seconds=[], is_proven=False)]
+            return [dataclasses.replace(entry, planned=planned, busy_seconds=[], is_proven=False, is_short=False)]
         except Infeasible:
             if regroups:
                 trace = leave_out_unused_state(trace, self.planner.config.min_offload_bytes)

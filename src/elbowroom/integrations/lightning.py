@@ -115,12 +115,14 @@ class ElbowroomCallback(Callback):
 
 
 def _list_modules_of_callbacks(trainer: Trainer, pl_module: LightningModule) -> list[nn.Module]:
-    """List the modules among the attributes of a Trainer's callbacks that have parameters on the device."""
+    """List the modules among the attributes of a Trainer's callbacks that have other parameters on the device."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     held = [each for callback in callbacks for each in vars(callback).values() if isinstance(each, nn.Module)]
-    used = set(map(id, pl_module.modules()))
-    return [
-        each
-        for each in held
-        if id(each) not in used and {parameter.device for parameter in each.parameters()} == {pl_module.device}
-    ]
+    own = set(map(id, pl_module.parameters()))
+
+    def is_other(module: nn.Module) -> bool:
+        parameters = list(module.parameters())
+        is_here = {each.device for each in parameters} == {pl_module.device}
+        return is_here and not own.issuperset(map(id, parameters))
+
+    return list(filter(is_other, held))

@@ -88,9 +88,9 @@ class ManagedProgram:
         if any(is_marked(each) for each in job.model.modules()):  # the program calls elbowroom.fit itself
             self.has_own_rooms = True
             return
-        # Other ranks may have other modules beside the model.
         self._check_ranks()
         gc.collect()  # what is left of a former job, or of a model that was dropped, is not part of this one
+        # Other ranks may have other modules beside the model.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         model = find_wrapper(job.model)  # whose buckets count
         self._models = [model, *(list_other_models(job.model) if is_alone else ())]
