@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import elbowroom
@@ -60,14 +61,14 @@ def test_a_step_runs_unwatched_only_if_its_peak_is_known(budget_bytes: int, prof
     assert_same(run_plain(make, 5), run_within(make, profile, budget_bytes, 5, elsewhere_bytes=1 << 20, mode="auto"))
 
 
-def make_convolutions() -> StateJob:
+def make_convolutions(images: int = 16) -> StateJob:
     return make_job(
         lambda: nn.Sequential(
             nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
             nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(4),
         ),
-        (16, 3, 48, 48),
+        (images, 3, 48, 48),
     )  # fmt: skip
 
 
@@ -85,3 +86,16 @@ def test_a_plan_with_too_little_room_is_mended_or_followed_in_part(budget_bytes:
         modes = [record.mode for record in room.journal().steps]
         assert all((record.peak_bytes or 0) <= budget_bytes for record in room.journal().steps)
     assert Mode.DRIFTED not in modes[6:] and modes[6:].count(Mode.PLANNED) >= 20, modes
+
+
+def test_probes_of_tensors_below_a_mebibyte_have_room(profile: HardwareProfile) -> None:
+    """The weight's gradient is compared as a whole, whose tensors are in files then."""
+
+    plain = make_convolutions(7)
+    job = make_convolutions(7)
+    with elbowroom.fit(job.model, job.optimizers, 4_630_000, profile=profile, min_offload_bytes=MIN_BYTES) as room:
+        with room.step():
+            loss = job.step(0)
+        assert room._modes.sliced_ops.counts["aten.convolution_backward.default"] > 0
+        assert torch.equal(loss, plain.step(0))
+        assert all(map(torch.equal, job.model.parameters(), plain.model.parameters()))
