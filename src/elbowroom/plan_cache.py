@@ -275,8 +275,8 @@ class PlanCache:
     def calibrate_time(self, entry: PlanCacheEntry, record: StepRecord) -> None:
         """Correct the forecast time of later steps by the measured time of the first planned ones.
 
-        If two steps in a row differ from the prediction by more than 30 %, the next ones are measured op by op. The
-        first ones may be faster than predicted, since a captured step runs in cold memory; after them the corrected
+        If two steps in a row differ from the prediction by more than 30 %, and all such steps together by as much time
+        as planning takes, the next ones are measured op by op. The first ones may be faster than predicted, since a captured step runs in cold memory; after them the corrected
         forecast is the prediction. Where the host does not wait for ops, its time only tells when it sets the pace.
         """
         waits = self.planner.device.type == "cpu"
@@ -288,7 +288,10 @@ class PlanCache:
             entry.busy_seconds.append(seconds)
             if len(entry.busy_seconds) == 1:
                 return  # it ran with cold caches, allocator and spill file
-        if waits and entry.check.fails(seconds, entry.predicted_seconds, only_slower=not is_settled):
+        planning_seconds = self.planner.times.expect(entry.planned.plan)
+        if waits and entry.check.fails(
+            seconds, entry.predicted_seconds, only_slower=not is_settled, planning_seconds=planning_seconds
+        ):
             if entry.planned.is_plain:  # planning again would change nothing
                 entry.busy_seconds.clear()
                 return

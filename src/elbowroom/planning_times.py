@@ -34,6 +34,10 @@ class PlanningTimes:
         """Return True if the room's strategy may find a better plan."""
         return self._strategy == SEARCH and plan.strategy == QUICK
 
+    def expect(self, plan: Plan) -> float:
+        """Return the expected seconds of another plan by the strategy of a plan; 0 if it made none here."""
+        return self._seconds.get(plan.strategy, 0.0)
+
     @contextlib.contextmanager
     def measure(self, strategy: str) -> Iterator[None]:
         """Return a context in which a strategy makes a plan."""

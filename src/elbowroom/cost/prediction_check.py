@@ -7,7 +7,7 @@ TOLERANCE = 0.3
 `cost.op_times`), whose scheduler plans again when op latencies change."""
 
 LEAST_SECONDS = 0.005
-"""Smaller differences do not count: planning again takes longer than many such steps."""
+"""Smaller differences do not count."""
 
 FIRST_PATIENCE = 2
 """Steps in a row that have to be off at first. The number doubles each time, so the times of a noisy machine are
@@ -30,12 +30,23 @@ class PredictionCheck:
     def __init__(self) -> None:
         self._patience = FIRST_PATIENCE
         self._steps_off = 0
+        self._seconds_off = 0.0
 
-    def fails(self, seconds: float, predicted_seconds: float, *, only_slower: bool = False) -> bool:
-        """Record a step. Return True if op times should be measured again; for the arguments see `is_off`."""
-        self._steps_off = self._steps_off + 1 if is_off(seconds, predicted_seconds, only_slower=only_slower) else 0
-        if self._steps_off < self._patience:
+    def fails(
+        self, seconds: float, predicted_seconds: float, *, only_slower: bool = False, planning_seconds: float = 0.0
+    ) -> bool:
+        """Record a step. Return True if op times should be measured again; for other arguments see `is_off`.
+
+        Args:
+            planning_seconds: that planning the step again would take. Steps have to be off by as much in total.
+        """
+        if not is_off(seconds, predicted_seconds, only_slower=only_slower):
+            self._steps_off = 0
             return False
-        self._steps_off = 0
+        self._steps_off += 1
+        self._seconds_off += abs(seconds - predicted_seconds)
+        if self._steps_off < self._patience or self._seconds_off < planning_seconds:
+            return False
+        self._steps_off, self._seconds_off = 0, 0.0
         self._patience *= 2
         return True
