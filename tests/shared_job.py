@@ -26,8 +26,8 @@ import torch
 
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.job_front import find_step_front
 from elbowroom.native import library
-from elbowroom.shared_lease import find_job_front
 from tests.models import BATCHES, MODELS
 
 LEAST = "40MiB"
@@ -79,7 +79,7 @@ def warm_up(name: str, known: HardwareProfile | None) -> None:
         with room.step():
             step(index % BATCHES)
     assert room.planned is not None
-    find_job_front(room.planned, room.config)
+    find_step_front(room.planned, room.config)
     room.detach()
     del model, optimizer, step, room
     gc.collect()

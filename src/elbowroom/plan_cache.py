@@ -276,8 +276,9 @@ class PlanCache:
         """Correct the forecast time of later steps by the measured time of the first planned ones.
 
         If two steps in a row differ from the prediction by more than 30 %, and all such steps together by as much time
-        as planning takes, the next ones are measured op by op. The first ones may be faster than predicted, since a captured step runs in cold memory; after them the corrected
-        forecast is the prediction. Where the host does not wait for ops, its time only tells when it sets the pace.
+        as planning takes, the next ones are measured op by op. The first ones may be faster than predicted, since a
+        captured step runs in cold memory; after them the corrected forecast is the prediction. Where the host does not
+        wait for ops, its time only tells when it sets the pace.
         """
         waits = self.planner.device.type == "cpu"
         seconds = record.seconds - record.stall_seconds

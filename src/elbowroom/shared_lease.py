@@ -13,13 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from elbowroom.config import Config, read_config
 from elbowroom.errors import Infeasible, UsageError
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.job_front import MARGIN, JobFront
 from elbowroom.lent_bytes import LentBytes
-from elbowroom.planner.bounds.bound import find_bound
-from elbowroom.planner.comparison.strategies_compared import attempt
-from elbowroom.planner.options import find_managed
-from elbowroom.planner.problem import pose
 from elbowroom.runtime.state_pager import StatePager
-from elbowroom.sharing.demand import FrontPoint, make_front
 from elbowroom.sharing.messages import LeaseGrant
 from elbowroom.sharing.transport.address import find_address
 from elbowroom.sharing.transport.client import BrokerClient
@@ -30,15 +26,6 @@ if TYPE_CHECKING:
     from elbowroom.planned_step import PlannedStep
 
 logger = logging.getLogger(__name__)
-
-FRONT_POINTS = 8
-"""Budgets of a front, from the smallest to the plain peak. Each is planned once when a step is known or has changed."""
-
-QUICK_STRATEGIES = ("tensile", "capuchin", "vdnn", "superneurons")
-"""Strategies that plan a front in place of `auto`, which takes seconds a budget. The best plan of them counts."""
-
-MARGIN = 64
-"""Share of a budget, as a divisor, by which a lease exceeds it: steps may take a little more than their plan."""
 
 LEAST_FLOOR_BYTES = 32 << 20
 
@@ -93,7 +80,7 @@ class SharedLease:
         self._config = config
         self._needs_broker = config.without_broker == "stop"
         self._is_refused = self._rests = False
-        self._front_of: object = None
+        self._fronts = JobFront(config)
         self._floor_bytes = floor_bytes or config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
         self._client = BrokerClient(
             find_address(device), name=name, floor_bytes=self._floor_bytes, held_bytes=held_bytes, weight=config.weight,
@@ -104,6 +91,7 @@ class SharedLease:
     def attach(self, config: Config, ledger: Ledger, pager: StatePager) -> SharedLease:
         """Use the options of a room, what it counts, and its state. Return this lease."""
         self._config = config
+        self._fronts = JobFront(config)
         self._lent.attach(ledger, pager)
         return self
 
@@ -167,11 +155,8 @@ class SharedLease:
         figures = room.metrics()
         self._client.note_step(float(figures.get("step_seconds", 0.0)), int(figures.get("peak_bytes", 0)))
         planned = room.planned
-        if planned is not None and planned.trace is not self._front_of:
-            self._front_of = planned.trace
-            floor_bytes, front = find_job_front(planned, self._config)
-            points = tuple((point.nbytes, point.step_seconds, point.busy_seconds) for point in front)
-            self._lent.front = min(floor_bytes, room.budget_bytes), points  # it runs within that
+        if planned is not None and self._fronts.expect(planned, room.budget_bytes):
+            self._lent.front = self._fronts.combine()
             self._client.report(*self._lent.front)
 
     def begin_idle(self, room: LeaseHolder) -> None:
@@ -226,6 +211,7 @@ class SharedLease:
             if not has_lent and before is not None and before.nbytes:
                 kept_bytes = max(grant.nbytes, room.budget_bytes)
                 self._lent.front = max(self._lent.front[0], kept_bytes), self._lent.front[1]
+                self._fronts.raise_floor(kept_bytes)
                 self._client.confirm(grant, kept_bytes)  # the lease before it stays
                 return
             self._client.confirm(grant, grant.nbytes)
@@ -233,8 +219,9 @@ class SharedLease:
             points = tuple(each for each in self._lent.front[1] if each[0] >= floor_bytes)
             self._lent.front = floor_bytes, points
             self._client.report(floor_bytes, points)
+            self._fronts.raise_floor(floor_bytes)
             if not points:
-                self._front_of = None  # the next step reports its front
+                self._fronts.forget()  # the next step reports its front
             self._wait(grant)
             return
         self._client.confirm(grant, grant.nbytes)
@@ -250,47 +237,6 @@ def _leave_when_gone(client: BrokerClient, present: Collection[int] = ()) -> Non
     left = [nbytes for weak, nbytes in _ENDED.get(client, ()) if not weak.expired() and weak.cdata not in present]
     if sum(left) <= LITTLE_BYTES and _ENDED.pop(client, None) is not None:
         client.close()
-
-
-def find_job_front(planned: PlannedStep, config: Config) -> tuple[int, tuple[FrontPoint, ...]]:
-    """Return the floor of a step in bytes, and its front.
-
-    For `auto`, if none of the quick strategies has a plan within a budget, the lower bound on the seconds takes its
-    place, so such a point is optimistic.
-
-    Cost: `FRONT_POINTS` plans of each quick strategy.
-    """
-    trace, costs = planned.trace, planned.costs
-    managed = find_managed(config.strategy, config.manages)
-    problem = pose(trace, costs, 1, min_offload_bytes=config.min_offload_bytes, manages=managed)
-    least_bytes = problem.floor.peak_bytes
-    most_bytes = max(least_bytes, problem.plain.peak_bytes)
-    strategies = QUICK_STRATEGIES if config.strategy == "auto" else (config.strategy,)
-    points = []
-    for place in range(FRONT_POINTS):
-        budget_bytes = least_bytes + (most_bytes - least_bytes) * place // (FRONT_POINTS - 1)
-        found = [
-            attempt(trace, costs, budget_bytes, each, host_bytes=config.host_bytes, manages=config.manages).outcome
-            for each in strategies
-        ]
-        planned_seconds = [(each.step_seconds, each.stall_seconds) for each in found if each is not None]
-        if not planned_seconds and config.strategy == "auto":
-            bounded = pose(
-                trace, costs, budget_bytes, min_offload_bytes=config.min_offload_bytes, manages=managed
-            )  # fmt: skip
-            planned_seconds = [(find_bound(bounded).seconds, 0.0)]
-        if not planned_seconds:
-            continue
-        step_seconds, stall_seconds = min(planned_seconds)
-        points.append(
-            FrontPoint(
-                nbytes=budget_bytes + budget_bytes // MARGIN,
-                step_seconds=step_seconds,
-                busy_seconds=max(0.0, step_seconds - stall_seconds),
-            )
-        )
-    front = make_front(points)
-    return front[0].nbytes if front else most_bytes, front
 
 
 def wait_for_lease(least: int | str, *, device: str = "cpu", name: str = "job", **options: Any) -> SharedLease:

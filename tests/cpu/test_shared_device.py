@@ -18,10 +18,11 @@ import pytest
 import torch
 
 import elbowroom
-from elbowroom import lent_bytes, shared_lease
+from elbowroom import job_front, lent_bytes, shared_lease
 from elbowroom.config import read_config
 from elbowroom.errors import BrokerLost, Infeasible, UsageError
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.sharing.demand import FrontPoint
 from elbowroom.sharing.messages import LeaseGrant, StatusReply
 from elbowroom.sharing.transport import client
 from elbowroom.sharing.transport.address import FOLDER_VARIABLE, find_address
@@ -223,13 +224,39 @@ def test_a_job_whose_lease_is_too_small_goes_on_wanting_more(
     monkeypatch.setattr(shared_lease, "BrokerClient", lambda *_, **__: joined)
     lease = shared_lease.SharedLease("cpu", "job", 0, read_config(), 1)
     lease._lent.front = 4, ((4, 3.0, 1.0), (8, 2.0, 1.0), (16, 1.0, 1.0))
-    lease._front_of = known = object()
+    lease._fronts._known["step"] = lease._lent.front
     room = mock.Mock(budget_bytes=16)
     room.set_budget.side_effect = Infeasible(needed_bytes=needed_bytes, budget_bytes=5, op="mm", is_whole_step=True)
     lease._take_up(room, LeaseGrant(sequence=1, epoch=1, nbytes=5), has_lent=True)
     joined.report.assert_called_once_with(needed_bytes, points)
     assert lease._lent.front == (needed_bytes, points)
-    assert lease._front_of is (known if points else None)  # else the next step reports its front
+    assert list(lease._fronts._known) == (["step"] if points else [])  # else the next step reports its front
+
+
+def test_the_floor_of_a_job_is_that_of_its_largest_kind_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def point(nbytes: int, step_seconds: float) -> FrontPoint:
+        return FrontPoint(nbytes=nbytes, step_seconds=step_seconds, busy_seconds=0.5)
+
+    found: dict[str, tuple[int, tuple[FrontPoint, ...]]] = {
+        "large": (40, (point(40, 4.0), point(80, 3.0))),
+        "small": (10, (point(10, 2.0), point(20, 1.0))),
+        "medium": (30, (point(30, 2.0), point(60, 1.0))),
+    }
+    monkeypatch.setattr(job_front, "find_step_front", lambda planned, _: found[planned.costs.trace_digest])
+
+    def expect(kind: str) -> bool:
+        return front.expect(mock.Mock(**{"costs.trace_digest": kind}), 100)
+
+    front = job_front.JobFront(read_config())
+    assert expect("small") and front.combine() == (10, ((10, 2.0, 0.5), (20, 1.0, 0.5)))
+    assert not expect("small")
+    assert expect("large") and front.combine() == (40, ((40, 4.0, 0.5), (80, 3.0, 0.5)))
+    assert expect("small") and front.combine() == (40, ((40, 1.0, 0.5),)), "the large step comes again"
+    assert expect("medium") and front.combine() == (40, ((60, 1.0, 0.5),))
+    for index in range(job_front.MOST_KINDS - 1):
+        found[f"other {index}"] = (1, ())
+        expect(f"other {index}")
+    assert front.combine() == (30, ()), "kinds that no longer come are forgotten"
 
 
 def test_a_job_is_not_idle_while_its_front_is_planned() -> None:
