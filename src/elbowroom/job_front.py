@@ -41,6 +41,7 @@ class JobFront:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._known: OrderedDict[str, tuple[int, Triples]] = OrderedDict()  # by trace digest; the expected one last
+        self._unplanned_bytes = 0
 
     def expect(self, planned: PlannedStep, budget_bytes: int) -> bool:
         """Note the step that is expected next, which runs within a budget. Return whether it is of another kind.
@@ -59,9 +60,13 @@ class JobFront:
             self._known.popitem(last=False)
         return True
 
+    def note_unplanned(self, budget_bytes: int) -> None:
+        """Note a step that no plan fits, but that has run within a budget. It may not within a smaller one."""
+        self._unplanned_bytes = min(self._unplanned_bytes or budget_bytes, budget_bytes)
+
     def combine(self) -> tuple[int, Triples]:
         """Return floor and points of the job."""
-        floor_bytes = max(nbytes for nbytes, _ in self._known.values())
+        floor_bytes = max(self._unplanned_bytes, *(nbytes for nbytes, _ in self._known.values()))
         _, points = next(reversed(self._known.values()))
         kept = tuple(each for each in points if each[0] >= floor_bytes)
         if points and not kept:

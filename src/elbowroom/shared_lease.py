@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from elbowroom.config import Config, read_config
 from elbowroom.errors import Infeasible, UsageError
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.ir.journal import Mode
 from elbowroom.job_front import MARGIN, JobFront
 from elbowroom.lent_bytes import LentBytes
 from elbowroom.runtime.state_pager import StatePager
@@ -155,6 +156,8 @@ class SharedLease:
         figures = room.metrics()
         self._client.note_step(float(figures.get("step_seconds", 0.0)), int(figures.get("peak_bytes", 0)))
         planned = room.planned
+        if planned is None and figures.get("mode") == Mode.DYNAMIC:
+            self._fronts.note_unplanned(room.budget_bytes)
         if planned is not None and self._fronts.expect(planned, room.budget_bytes):
             self._lent.front = self._fronts.combine()
             self._client.report(*self._lent.front)

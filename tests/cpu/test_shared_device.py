@@ -257,6 +257,9 @@ def test_the_floor_of_a_job_is_that_of_its_largest_kind_of_step(monkeypatch: pyt
         found[f"other {index}"] = (1, ())
         expect(f"other {index}")
     assert front.combine() == (30, ()), "kinds that no longer come are forgotten"
+    front.note_unplanned(35)
+    front.note_unplanned(36)
+    assert front.combine() == (35, ()), "no plan fits, but it has run"
 
 
 def test_a_job_is_not_idle_while_its_front_is_planned() -> None:
