@@ -148,6 +148,12 @@ class Infeasible(ElbowroomError):
             place += f" ({line})"
         self.args = (" ".join((self._describe(place), *self.advice)),)
 
+    def add(self, note: str) -> None:
+        """Add a sentence about the step, unless it is there already."""
+        if note not in self.note:
+            self.note = f"{self.note} {note}".strip()
+        self.locate(self.module, self.line)
+
     def _describe(self, place: str) -> str:
         budget = f"{format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes)"
         if self.needed_bytes <= self.budget_bytes:

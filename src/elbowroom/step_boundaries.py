@@ -6,9 +6,14 @@ import contextlib
 import threading
 from typing import NamedTuple
 
-from elbowroom.errors import UsageError
+from elbowroom.errors import Infeasible, UsageError
 from elbowroom.shared_lease import LeaseHolder, SharedLease
 from elbowroom.step_modes import StepModes
+
+LEASE = (
+    "The budget is this job's lease of a shared device: it is larger while fewer jobs share the device, or where "
+    "`elbowroom share` has more memory."
+)
 
 
 class _OpenStep(NamedTuple):
@@ -72,6 +77,8 @@ class StepBoundaries:
             if self._shared is not None and error is None:
                 self._shared.note_step(room)  # takes seconds if the step is of a new kind: the job is not idle yet
         finally:
+            if self._shared is not None and isinstance(error, Infeasible):
+                error.add(LEASE)
             self._note_end(room)
 
     def _note_end(self, room: LeaseHolder) -> None:

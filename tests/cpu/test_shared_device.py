@@ -271,6 +271,17 @@ def test_a_job_is_not_idle_while_its_front_is_planned() -> None:
     assert [name for name, _, _ in shared.method_calls] == ["renew", "note_step", "begin_idle"]
 
 
+def test_a_step_without_room_says_that_its_budget_is_a_lease() -> None:
+    error = Infeasible(needed_bytes=7, budget_bytes=5, op="mm", is_whole_step=False)
+    modes, shared = mock.Mock(), mock.Mock()
+    modes.step.return_value = contextlib.nullcontext()
+    steps = StepBoundaries(modes, shared)
+    steps.begin(mock.Mock())
+    steps.end(mock.Mock(), error)
+    assert "this job's lease of a shared device" in str(error)
+    assert not shared.note_step.called
+
+
 def test_an_ended_job_counts_until_its_model_is_gone(folder: pathlib.Path, profile: HardwareProfile) -> None:
     def list_held() -> list[int]:
         return [job.held_bytes for job in await_status().jobs]

@@ -128,10 +128,7 @@ def explain(refusal: Infeasible | MemoryRefused, call: OpCall, *, is_exact: bool
             "no slices that fit are known to give the same bits on this machine; with exact=False, those are used that "
             "change the order of a sum"
         )
-    text = f"{call.op} has no room as a whole, and {reason}."
-    if text not in refusal.note:
-        refusal.note = f"{refusal.note} {text}".strip()
-    refusal.locate(refusal.module, refusal.line)
+    refusal.add(f"{call.op} has no room as a whole, and {reason}.")
     return refusal
 
 
