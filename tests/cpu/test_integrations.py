@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elbowroom.errors import UsageError
+from elbowroom.errors import Infeasible, UsageError
 from elbowroom.integrations.logged_metrics import LOGGED, PREFIX
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal, Mode
@@ -148,6 +148,31 @@ def test_transformers_after_a_failure(where: str, tmp_path: pathlib.Path, profil
         pass
     train_gpt(tmp_path, callback, model=model, steps=1)
     assert len(callback.room.journal().steps) == 1
+
+
+def test_transformers_tries_smaller_batches(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
+    """With `auto_find_batch_size`, a batch that does not fit into the budget is made smaller."""
+    from transformers import Trainer, TrainingArguments
+
+    from elbowroom.integrations.transformers import ElbowroomCallback
+
+    sizes: list[int] = []
+
+    class Batches(Trainer):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            sizes.append(len(inputs["input_ids"]))
+            if sizes[-1] > 4:
+                raise Infeasible(needed_bytes=2, budget_bytes=1, op="mm", is_whole_step=False)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    callback = ElbowroomCallback("1GiB", profile=profile, **QUICK)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=6, auto_find_batch_size=True, report_to=[],
+        disable_tqdm=True, use_cpu=True, save_strategy="no",
+    )  # fmt: skip
+    Batches(make_gpt(), arguments, train_dataset=make_texts(), callbacks=[callback]).train()
+    assert sizes[0] == 6 and sizes[-2:] == [sizes[-1]] * 2 and sizes[-1] <= 4
+    assert callback.room is not None and len(callback.room.journal().steps) == 2
 
 
 def test_peft(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:

@@ -11,12 +11,16 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from elbowroom.api import fit
+from elbowroom.errors import Infeasible
 from elbowroom.hooks.sharded import find_wrapper
 from elbowroom.integrations.learned_file import load_learned, read_learned, save_learned
 from elbowroom.integrations.logged_metrics import list_metrics
 from elbowroom.integrations.optimizer_steps import unwrap_optimizer
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
+
+OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""How Accelerate tells errors for which it tries a smaller batch from others (`should_reduce_batch_size`)."""
 
 
 class ElbowroomCallback(TrainerCallback):
@@ -149,6 +153,8 @@ def watch_training_loops() -> None:
             for each in trainer.callback_handler.callbacks:
                 if isinstance(each, ElbowroomCallback):
                     each.abort_step(error)
+            if isinstance(error, Infeasible) and trainer.args.auto_find_batch_size:
+                raise RuntimeError(f"{OUT_OF_MEMORY}: {error}") from error  # a smaller batch is tried then
             raise
 
     run.tells_callbacks = True  # type: ignore[attr-defined]
