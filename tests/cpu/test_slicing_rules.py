@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elbowroom.errors import Infeasible
 from elbowroom.ir.slicing import Loop, SlicePass, iterate_slices
 from elbowroom.native import library
 from elbowroom.ops.replayable import iterate_tensors
@@ -488,6 +489,28 @@ def test_memory_in_files_is_not_counted(tmp_path: pathlib.Path) -> None:
         scope.close()
     with memory_in_files(str(tmp_path / "missing")), pytest.raises(RuntimeError, match="No such file"):
         torch.ones(1 << 20)
+
+
+def test_refused_memory_is_not_logged_as_a_fault_of_fake_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    """Kernels of fake tensors allocate a few bytes."""
+    native = library.load()
+    scope = native.make_scope()
+    args = (torch.ones(4, 8), [8], torch.ones(8), torch.ones(8), 1e-5)
+    refusal = Infeasible(needed_bytes=2, budget_bytes=1, op="", is_whole_step=False)
+
+    def refuse(*_: int) -> bool:
+        raise refusal
+
+    scope.set_make_room(refuse)
+    former = native.enter_scope(scope)
+    try:
+        scope.limit_bytes = 0
+        with pytest.raises(Infeasible):
+            make_results(aten.native_layer_norm.default, args, {})
+    finally:
+        native.enter_scope(former)
+        scope.close()
+    assert not caplog.records
 
 
 def test_a_smaller_probe_still_finds_a_wrong_rule(wrong_rule: None) -> None:

@@ -8,6 +8,7 @@ partial, the tensors of all slices are kept instead, and `combine_slices` return
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from elbowroom.errors import NO_ROOM
 from elbowroom.ir.slicing import Bounds, SlicePass, iterate_slices
 from elbowroom.slicing.bounds import (
     Parts,
@@ -29,6 +31,13 @@ from elbowroom.slicing.bounds import (
 from elbowroom.slicing.op_call import OpCall, bind, find_targets
 from elbowroom.slicing.registry import check_passes, list_rules
 from elbowroom.slicing.rule import PartialRule
+
+
+def _is_fault(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], NO_ROOM))
+
+
+logging.getLogger(FakeTensorMode.__module__).addFilter(_is_fault)  # it would log refused memory with a traceback
 
 
 def run_slice(
