@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from elbowroom.api import fit
-from elbowroom.errors import Infeasible
+from elbowroom.errors import NO_ROOM
 from elbowroom.hooks.sharded import find_wrapper
 from elbowroom.integrations.learned_file import load_learned, read_learned, save_learned
 from elbowroom.integrations.logged_metrics import list_metrics
@@ -153,7 +153,7 @@ def watch_training_loops() -> None:
             for each in trainer.callback_handler.callbacks:
                 if isinstance(each, ElbowroomCallback):
                     each.abort_step(error)
-            if isinstance(error, Infeasible) and trainer.args.auto_find_batch_size:
+            if isinstance(error, NO_ROOM) and trainer.args.auto_find_batch_size:
                 raise RuntimeError(f"{OUT_OF_MEMORY}: {error}") from error  # a smaller batch is tried then
             raise
 
