@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import pytest
@@ -9,9 +10,15 @@ import torch
 from torch import nn
 
 import elbowroom
+from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.native import library
+from elbowroom.runtime.slice_choice import SliceChooser
 from elbowroom.runtime.slice_sizes import SliceSizes
+from elbowroom.slicing import vector_ends
+from elbowroom.slicing.exactness_store import ExactnessStore
+from elbowroom.slicing.op_call import bind
 from tests.cpu.test_sliced_ops import JOBS, LanguageModel, make_job
 from tests.state_jobs import MIN_BYTES, StateJob, assert_same, run_plain, run_within
 
@@ -99,3 +106,29 @@ def test_probes_of_tensors_below_a_mebibyte_have_room(profile: HardwareProfile) 
         assert room._modes.sliced_ops.counts["aten.convolution_backward.default"] > 0
         assert torch.equal(loss, plain.step(0))
         assert all(map(torch.equal, job.model.parameters(), plain.model.parameters()))
+
+
+def test_samples_for_cuts_of_pointwise_ops_need_no_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Those of bfloat16 take 256 KiB a tensor."""
+    monkeypatch.setattr(vector_ends, "_found", {})
+    tensor = torch.randn(16, 1024).bfloat16()
+    call = bind(torch.ops.aten.relu.default, (tensor,), {})
+    native = library.load()
+    scope = native.make_scope()
+    former = native.enter_scope(scope)
+    try:
+        scope.set_make_room(lambda *_: refuse())
+        scope.limit_bytes = 300 << 10
+        chooser = SliceChooser(is_exact=True, folder=str(tmp_path))
+        chooser._store = ExactnessStore(tmp_path)
+        cut = chooser.choose(call, (tensor,), {}, [tensor], 8 << 10, 300 << 10)
+    finally:
+        native.enter_scope(former)
+        scope.close()
+    assert cut is not None and cut.exactness.is_exact
+
+
+def refuse() -> bool:
+    raise Infeasible(needed_bytes=2, budget_bytes=1, op="", is_whole_step=False)

@@ -16,7 +16,7 @@ from elbowroom.errors import NO_ROOM, Infeasible, MemoryRefused
 from elbowroom.ir.slicing import SlicePass, count_parts, count_whole_bytes
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
 from elbowroom.slicing.op_call import OpCall
-from elbowroom.slicing.probe import find_exact
+from elbowroom.slicing.probe import find_exact, memory_in_files
 from elbowroom.slicing.registry import find_passes
 from elbowroom.slicing.rule import Alternatives
 from elbowroom.slicing.vector_ends import ELEMENTWISE, find_telling
@@ -107,13 +107,17 @@ class SliceChooser:
     ) -> tuple[tuple[SlicePass, ...], Exactness] | None:  # fmt: skip
         if self._store is None:
             self._store = ExactnessStore()
+        folder = self._folder or find_temporary()
+        if str(call.op) in ELEMENTWISE:
+            with contextlib.suppress(*NO_ROOM, RuntimeError), memory_in_files(folder):
+                find_telling(call)  # its answer is kept
         for share in PROBED:
             with contextlib.suppress(*NO_ROOM):
                 if str(call.op) in ELEMENTWISE and find_telling(call) is None:
                     parts = {each: tuple(loop.length for loop in each.loops) for each in parts}  # any others, too
                 return find_exact(
                     call.op, args, kwargs, alternatives, parts.__getitem__, store=self._store,
-                    limit_bytes=share * budget_bytes, folder=self._folder or find_temporary(),
+                    limit_bytes=share * budget_bytes, folder=folder,
                 )  # fmt: skip
         return None
 
