@@ -47,6 +47,7 @@ class PredictionCheck:
         self._seconds_off += abs(seconds - predicted_seconds)
         if self._steps_off < self._patience or self._seconds_off < planning_seconds:
             return False
-        self._steps_off, self._seconds_off = 0, 0.0
+        self._steps_off = 0
+        self._seconds_off = 0.0
         self._patience *= 2
         return True

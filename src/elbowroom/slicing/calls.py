@@ -34,10 +34,11 @@ from elbowroom.slicing.rule import PartialRule
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
+    """Tell whether a record of PyTorch's does not report memory that was refused."""
     return not (record.exc_info and isinstance(record.exc_info[1], NO_ROOM))
 
 
-logging.getLogger(FakeTensorMode.__module__).addFilter(_is_fault)  # it would log refused memory with a traceback
+logging.getLogger(FakeTensorMode.__module__).addFilter(_is_fault)  # else a refusal is logged with a traceback
 
 
 def run_slice(
