@@ -113,8 +113,8 @@ class LoopCompiler:
 
     @property
     def is_pending(self) -> bool:
-        """True from the start of the child until `wait` finds its end. The child may slow down steps meanwhile."""
-        return self._process is not None
+        """True while the child runs. It may slow down steps meanwhile."""
+        return self._process is not None and self._process.poll() is None
 
     def wait(self, *, share: float = 1.0) -> None:
         """Return when the loops are on disk, or when the child has failed; calling the loops then compiles them.

@@ -23,6 +23,7 @@ from elbowroom.ir.unused_state import leave_out_unused_state, list_unused_state
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.planned_step import PlannedStep, forecast_plan
 from elbowroom.planner_faults import explain_fault, keeping_plan
+from elbowroom.planning_times import Effort
 from elbowroom.step_planner import StepPlanner
 from elbowroom.unused_state_plans import LeavesOut, plan_beside_unused
 
@@ -113,10 +114,10 @@ class PlanCache:
         """
         if not self.planner.times.is_quick(entry.planned.plan) or entry.source is not Source.MEASURED:
             return
-        entry.lost_seconds += _count_lost_seconds(record)
+        entry.lost_seconds += record.stall_seconds + entry.planned.moving_seconds
         if entry.lost_seconds >= self.planner.times.search_seconds:
             entry.lost_seconds = 0.0
-            self.plan_again(entry, entry.planned.trace, entry.planned.costs)
+            self.plan_again(entry, entry.planned.trace, entry.planned.costs, effort=Effort.SEARCH)
 
     def contains(self, trace: Trace) -> bool:
         """Return True if there is a plan for steps with the same saves and ops."""
@@ -194,7 +195,7 @@ class PlanCache:
             self.planner.past.add(trace, measurements.op_seconds)
         lost_seconds = self._seen.get(hash(self.name_kind(list_sizes(trace))), 0.0)
         is_one_of_many = bool(self.entries) and lost_seconds < self.planner.times.search_seconds
-        make = functools.partial(self.plan_step, is_quick=is_one_of_many)
+        make = functools.partial(self.plan_step, effort=Effort.QUICK if is_one_of_many else Effort.WORTHWHILE)
         planned = plan_beside_unused(make, trace, costs, leaves_out, self.lease, self.planner.config.min_offload_bytes)
         self.entries.insert(0, PlanCacheEntry(planned, source, lost_seconds=lost_seconds))
         del self.entries[MOST_PLANS:]
@@ -253,7 +254,8 @@ class PlanCache:
         self.planner.past.add(trace, measurements.op_seconds)
         measurements = leave_out_replays(trace, entry.planned.plan, measurements)
         costs = self.planner.price(trace, digest, measurements)
-        entry.adopt(self.plan_step(trace, costs, is_quick=self.planner.times.is_quick(entry.planned.plan)))
+        effort = Effort.QUICK if self.planner.times.is_quick(entry.planned.plan) else Effort.WORTHWHILE
+        entry.adopt(self.plan_step(trace, costs, effort=effort))
 
     def record_again(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Record another measurement of a step whose prediction is doubted.
@@ -304,15 +306,17 @@ class PlanCache:
             if len(entry.busy_seconds) > STEPS_THAT_SET_THE_PACE:
                 entry.predicted_seconds = entry.planned.busy_seconds
 
-    def plan_step(self, trace: Trace, costs: Costs, *, is_quick: bool = False) -> PlannedStep:
+    def plan_step(self, trace: Trace, costs: Costs, *, effort: Effort = Effort.WORTHWHILE) -> PlannedStep:
         """Return a step with a plan for the present limits. Arguments and errors: as for `StepPlanner.plan`."""
-        return self.planner.plan(trace, costs, self.lease, is_quick=is_quick)
+        return self.planner.plan(trace, costs, self.lease, effort=effort)
 
-    def plan_again(self, entry: PlanCacheEntry, trace: Trace, costs: Costs) -> bool:
+    def plan_again(
+        self, entry: PlanCacheEntry, trace: Trace, costs: Costs, *, effort: Effort = Effort.WORTHWHILE
+    ) -> bool:
         """Plan a step again, for other costs or with more time. Return whether it has a new plan."""
         before = entry.planned
         with keeping_plan():
-            entry.replace(self.plan_step(trace, costs))
+            entry.replace(self.plan_step(trace, costs, effort=effort))
         return entry.planned is not before
 
 

@@ -63,6 +63,11 @@ class PlannedStep:
         """Forecast seconds of the step, stalls excluded."""
         return self.forecast.step_seconds - self.forecast.stall_seconds
 
+    @property
+    def moving_seconds(self) -> float:
+        """Forecast seconds that moves add to the step, stalls excluded."""
+        return max(0.0, self.busy_seconds - self.costs.plain_seconds)
+
     @functools.cached_property
     def peak_bytes(self) -> int:
         """Forecast peak."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import math
 import time
 from collections.abc import Iterator
@@ -15,8 +16,21 @@ SEARCH = "auto"
 QUICK = "tensile"
 """Strategy for a kind of step whose steps have not lost as much time as the search takes."""
 
+FEW_STEPS = 10
+"""Steps that take as long as a search which is worth its time at once."""
+
 QUICK_SHARE = 0.01
 """Share of the search's time that the quick strategy is expected to take, until both have been measured."""
+
+
+class Effort(enum.Enum):
+    """Time that a room's default strategy may take to plan a step."""
+
+    QUICK = enum.auto()
+    """The quick strategy plans, if it finds a plan."""
+    WORTHWHILE = enum.auto()
+    """The quick strategy plans, if the search is expected to take longer than a few steps."""
+    SEARCH = enum.auto()
 
 
 class PlanningTimes:
@@ -33,6 +47,14 @@ class PlanningTimes:
     def is_quick(self, plan: Plan) -> bool:
         """Return True if the room's strategy may find a better plan."""
         return self._strategy == SEARCH and plan.strategy == QUICK
+
+    def is_search_short(self, step_seconds: float) -> bool:
+        """Return True if a search is expected to take no longer than a few steps.
+
+        Args:
+            step_seconds: of such a step.
+        """
+        return self.search_seconds <= FEW_STEPS * step_seconds
 
     def expect(self, plan: Plan) -> float:
         """Return the expected seconds of another plan by the strategy of a plan; 0 if it made none here."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 
 import torch
@@ -27,9 +26,12 @@ from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import fit_slices, pose
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.slicing.choice import Slices
-from elbowroom.planning_times import QUICK, SEARCH, PlanningTimes
+from elbowroom.planning_times import QUICK, SEARCH, Effort, PlanningTimes
 
 logger = logging.getLogger(__name__)
+
+STAGES = {SEARCH: ENOUGH, QUICK: 0.0}
+"""Share of the stages of compiling to wait for before a strategy plans; all for others. The quick one has few loops."""
 
 
 class StepPlanner:
@@ -76,11 +78,11 @@ class StepPlanner:
         past = self.past.load() if measurements is None else None
         return price(trace, self.profile, measurements, trace_digest=trace_digest, past=past)
 
-    def plan(self, trace: Trace, costs: Costs, lease: Lease, *, is_quick: bool = False) -> PlannedStep:
+    def plan(self, trace: Trace, costs: Costs, lease: Lease, *, effort: Effort = Effort.SEARCH) -> PlannedStep:
         """Return a step with a plan for the limits of a lease.
 
         Args:
-            is_quick: whether the strategy `auto` gives way to one that takes a hundredth of its time.
+            effort: tells whether the strategy `auto` gives way to one that takes a hundredth of its time.
 
         Raises:
             Infeasible: no plan fits.
@@ -90,9 +92,8 @@ class StepPlanner:
         plan = None
         if strategy == SEARCH:
             plan = keep_all_if_it_fits(trace, costs, lease.device_bytes)
-            if plan is None and is_quick:
-                with contextlib.suppress(Infeasible):
-                    plan = self._make_plan(trace, costs, lease, QUICK)
+            if plan is None and effort is not Effort.SEARCH:
+                plan = self._plan_quickly(trace, costs, lease, effort)
         if plan is None:
             plan = self._make_plan(trace, costs, lease, strategy)
         planned = forecast_plan(trace, costs, plan, lease.host_bytes)
@@ -131,9 +132,18 @@ class StepPlanner:
             return True
         return fit_slices(problem, Slices.EXACT if config.exact else Slices.ANY) is not None
 
+    def _plan_quickly(self, trace: Trace, costs: Costs, lease: Lease, effort: Effort) -> Plan | None:
+        """Return a plan by the quick strategy; None if it finds none, or if the search is worth its time."""
+        try:
+            plan = self._make_plan(trace, costs, lease, QUICK)
+        except Infeasible:
+            return None
+        is_enough = effort is Effort.QUICK or not self.times.is_search_short(costs.plain_seconds)
+        return plan if is_enough else None
+
     def _make_plan(self, trace: Trace, costs: Costs, lease: Lease, strategy: str) -> Plan:
         config = self.config
-        self._loops.wait(share=ENOUGH if strategy == SEARCH else 1.0)
+        self._loops.wait(share=STAGES.get(strategy, 1.0))
         with self.times.measure(strategy), passing_interruptions():
             return make_plan(
                 trace, costs, lease.device_bytes, strategy=strategy, min_offload_bytes=config.min_offload_bytes,

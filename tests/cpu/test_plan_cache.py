@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -226,6 +227,7 @@ def test_ctrl_c_while_a_step_is_planned_reaches_the_program(
     budget = int(0.6 * find_plain_peak(make_lengths, 64, profile))
     (_, plain), _ = run(make_lengths, [64] * 8, None)
     monkeypatch.setattr(choice_search, "solve_fluid", interrupt)
+    monkeypatch.setattr("elbowroom.planning_times.FEW_STEPS", math.inf)
     torch.manual_seed(11)
     model, optimizer, step = make_lengths()
     with elbowroom.fit(model, optimizer, budget, profile=profile, min_offload_bytes=1) as room:
@@ -308,6 +310,26 @@ def test_small_tensors_make_no_kinds(profile: HardwareProfile) -> None:
     room, records = compare(make_boxes, kinds * 8, budget, profile, min_offload_bytes=16 << 10)
     assert len(room._cache.entries) == len(kinds)
     assert {record.mode for record in records[-len(kinds) :]} == {Mode.PLANNED}
+
+
+@pytest.mark.parametrize(("few_steps", "first"), [(0, QUICK), (math.inf, SEARCH)])
+def test_short_steps_are_planned_quickly_at_first(
+    few_steps: float, first: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search follows once moves under the quick plan have cost as much time as it takes."""
+    search_seconds = 1e6
+    monkeypatch.setattr(PlanningTimes, "search_seconds", property(lambda _: search_seconds))
+    monkeypatch.setattr("elbowroom.planning_times.FEW_STEPS", few_steps)
+    budget = int(0.8 * find_plain_peak(make_lengths, 64, profile))
+    model, optimizer, step = make_lengths()
+    with elbowroom.fit(model, optimizer, budget, profile=profile, min_offload_bytes=1) as room:
+        strategies = []
+        for index in range(10):
+            search_seconds = 1e6 if index < 6 else 0.0
+            with room.step():
+                step(index, 64)
+            strategies.append(room.planned and room.planned.plan.strategy)
+    assert strategies[2:6] == [first] * 4 and strategies[-1] == SEARCH
 
 
 def test_further_kinds_are_planned_quickly_at_first(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:

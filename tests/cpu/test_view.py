@@ -153,7 +153,8 @@ def test_a_page_from_a_trace_and_the_front_of_a_comparison(folder: pathlib.Path,
     data = read_data(tmp_path / "plain.html")
     assert data["planned"] == data["plain"] and data["steps"] == [] and data["front"]["bounds"] == []
     assert {each[2] for each in data["front"]["plans"]} >= {"keep_all"}
-    succeed("view", *given, "--plan", folder / "plan.json", "--bounds", 2, "--plans", 2,
+    succeed("plan", *given, "--budget", "2560KiB", "-o", tmp_path / "plan.json")
+    succeed("view", *given, "--plan", tmp_path / "plan.json", "--bounds", 2, "--plans", 2,
             "-o", tmp_path / "planned.html")  # fmt: skip
     planned = read_data(tmp_path / "planned.html")
     assert planned["planned"]["peak_bytes"] <= 2560 * 1024 < planned["plain"]["peak_bytes"]

@@ -53,6 +53,11 @@ class Costs:
     overhead_seconds: float
     measured: bool
 
+    @property
+    def plain_seconds(self) -> float:
+        """Time of the step if everything stays."""
+        return sum(self.op_seconds) + self.overhead_seconds
+
     def __repr__(self) -> str:
         how = "measured" if self.measured else "estimated"
         return (

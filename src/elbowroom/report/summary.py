@@ -222,7 +222,7 @@ def _compare(
         rows.append(("resident memory", "", "", _bytes(steady.resident_bytes), "all of the process"))
     plain_seconds = 0.0
     if costs is not None and forecast is not None:
-        plain_seconds = forecast.compute_seconds + costs.overhead_seconds
+        plain_seconds = costs.plain_seconds
     rows.append(
         ("step", _seconds(plain_seconds), _seconds(0 if forecast is None else forecast.step_seconds),
          _seconds(0 if steady is None else steady.seconds), _describe_timing(steady))
