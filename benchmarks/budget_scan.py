@@ -13,14 +13,12 @@ a step that is refused after others have run ("late"), and a budget that is refu
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import os
 import pathlib
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -38,7 +36,7 @@ from writing import write_results
 
 import elbowroom
 from elbowroom.errors import Infeasible
-from tests.native import outside_meter
+from tests.native.outside_meter import register_meter
 
 SHARES = (1.02, 1.0, 0.96, 0.92, 0.88, 0.83, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.36, 0.32, 0.28, 0.24, 0.2)
 EVERY = 4
@@ -177,15 +175,6 @@ def count_open() -> int:
     """Return threads and open files of this process."""
     gc.collect()
     return threading.active_count() + len(os.listdir("/proc/self/fd"))
-
-
-def register_meter() -> ctypes.CDLL:
-    """Compile the meter and put it before the allocator of this process, for good."""
-    with tempfile.TemporaryDirectory() as folder:
-        meter = ctypes.CDLL(str(outside_meter.build(pathlib.Path(folder))))
-    meter.reset_peak.restype = meter.read_peak.restype = ctypes.c_int64
-    meter.register_meter()
-    return meter
 
 
 def run_plain(make: Callable[[], Job], steps: int, meter: Any) -> tuple[int, float, dict[str, torch.Tensor]]:

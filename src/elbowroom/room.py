@@ -89,6 +89,7 @@ class Room:
             self._modes = StepModes(
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, sliced_ops, agreed
             )
+            undoing.callback(self._modes.close)
             self._steps = StepBoundaries(self._modes, self._shared)
             self._ledger.adopt([*job.list_residents(), *list_attribute_tensors(job.model, device)])
             if step is not None and config.mode != "dynamic":

@@ -16,6 +16,8 @@ from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
 from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.hooks.cuda_ledger import CudaLedger
 from elbowroom.hooks.meter import Meter
+from elbowroom.hooks.replica_gradients import ReplicaGradients
+from elbowroom.hooks.sharded import find_replicas
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.job import Job
 from elbowroom.metering import Metering
@@ -69,6 +71,7 @@ class StepModes:
         self._pager = pager
         self.sliced_ops = sliced_ops
         self._between_steps = BetweenSteps(ledger, pager)
+        self._gradients = ReplicaGradients(find_replicas(job.model), pager)
         self._first_updates = FirstUpdates(job.optimizers)
         self.agreed = agreed
         self._schedule = CaptureSchedule()
@@ -93,8 +96,9 @@ class StepModes:
         return self._running is not None and self._running.was_refused
 
     def close(self) -> None:
-        """Drop the last step's runner, and limit nothing between steps any more."""
+        """Drop the last step's runner, remove all hooks, and limit nothing between steps any more."""
         self._running = None
+        self._gradients.close()
         self._between_steps.end()
 
     @contextlib.contextmanager

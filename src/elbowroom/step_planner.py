@@ -87,16 +87,10 @@ class StepPlanner:
         Raises:
             Infeasible: no plan fits.
         """
-        strategy = self.config.strategy
         self._ledger.trim()
-        plan = None
-        if strategy == SEARCH:
-            plan = keep_all_if_it_fits(trace, costs, lease.device_bytes)
-            if plan is None and effort is not Effort.SEARCH:
-                plan = self._plan_quickly(trace, costs, lease, effort)
-        if plan is None:
-            plan = self._make_plan(trace, costs, lease, strategy)
-        planned = forecast_plan(trace, costs, plan, lease.host_bytes)
+        with passing_interruptions():
+            plan = self._choose_plan(trace, costs, lease, effort)
+            planned = forecast_plan(trace, costs, plan, lease.host_bytes)
         self._ledger.trim()
         logger.info(
             "%s: forecast peak %d of %d bytes, %d decisions by %s",
@@ -132,6 +126,15 @@ class StepPlanner:
             return True
         return fit_slices(problem, Slices.EXACT if config.exact else Slices.ANY) is not None
 
+    def _choose_plan(self, trace: Trace, costs: Costs, lease: Lease, effort: Effort) -> Plan:
+        strategy = self.config.strategy
+        plan = None
+        if strategy == SEARCH:
+            plan = keep_all_if_it_fits(trace, costs, lease.device_bytes)
+            if plan is None and effort is not Effort.SEARCH:
+                plan = self._plan_quickly(trace, costs, lease, effort)
+        return plan or self._make_plan(trace, costs, lease, strategy)
+
     def _plan_quickly(self, trace: Trace, costs: Costs, lease: Lease, effort: Effort) -> Plan | None:
         """Return a plan by the quick strategy; None if it finds none, or if the search is worth its time."""
         try:
@@ -144,7 +147,7 @@ class StepPlanner:
     def _make_plan(self, trace: Trace, costs: Costs, lease: Lease, strategy: str) -> Plan:
         config = self.config
         self._loops.wait(share=STAGES.get(strategy, 1.0))
-        with self.times.measure(strategy), passing_interruptions():
+        with self.times.measure(strategy):
             return make_plan(
                 trace, costs, lease.device_bytes, strategy=strategy, min_offload_bytes=config.min_offload_bytes,
                 host_bytes=lease.host_bytes, manages=config.manages, slices=Slices.NONE,

@@ -28,9 +28,6 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 """Jobs with budgets and options of their rooms."""
 
-UNSEEN_BYTES = 1 << 18
-"""What threads of the process group release unseen by the outside meter."""
-
 SAVES, GOES_ON = "sharded decoders", "sharded and replicated"
 
 
@@ -44,7 +41,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile) ->
 @pytest.mark.parametrize(("name", "budget"), [each[:2] for each in ROOMS])
 def test_four_ranks_train_to_the_same_bits_by_one_plan(name: str, budget: int, found: Found) -> None:
     for results in found:
-        check_outcome(results[name, None], results[name, budget], budget, UNSEEN_BYTES)
+        check_outcome(results[name, None], results[name, budget], budget)
         assert results[name, budget].modes[-2:] == ["planned"] * 2
     plans = {results[name, budget].plan for results in found}
     assert len(found) == 4 and len(plans) == 1 and plans != {""}

@@ -50,12 +50,6 @@ CHECKPOINTS = [
     ("tensor parallel", "tensor parallel", 2_500_000),
 ]
 
-UNSEEN_BYTES = 1 << 18
-"""What threads of the process group release unseen by the outside meter: what gathers weights and reduces gradients."""
-
-RELEASED_IN_THREADS = {"sharded convolutions": None, "tensor parallel": None}
-"""Cases in which these threads release activations."""
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile, pytestconfig: pytest.Config) -> Found:
@@ -69,8 +63,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, profile: HardwareProfile, py
 @pytest.mark.parametrize(("name", "budget"), list_cases(ROOMS, QUICK))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_shards_train_to_the_same_bits_within_their_budgets(name: str, budget: int, rank: int, found: Found) -> None:
-    unseen_bytes = RELEASED_IN_THREADS.get(name, UNSEEN_BYTES)
-    check_outcome(found[rank][name, None], found[rank][name, budget], budget, unseen_bytes)
+    check_outcome(found[rank][name, None], found[rank][name, budget], budget)
 
 
 @pytest.mark.parametrize(("name", "budget"), list_cases(ROOMS, QUICK, (0, 1, 3, 5, 7, 11, 17)))

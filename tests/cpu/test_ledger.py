@@ -21,6 +21,7 @@ from elbowroom.errors import Infeasible, MemoryRefused
 from elbowroom.hooks import meter
 from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.hooks.ledger import NO_LIMIT
+from elbowroom.hooks.loaded_memory import find_loaded
 from elbowroom.hooks.meter import CpuMeter
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
@@ -70,6 +71,7 @@ def test_the_peak_is_what_the_profiler_sees(name: str, ledger: CpuLedger) -> Non
 
 
 def test_what_was_there_counts_once_it_is_adopted() -> None:
+    find_loaded([])  # its first call allocates two bytes
     there, array = make(1000), np.zeros(500, dtype=np.uint8)
     foreign, shared = torch.from_numpy(array), make(300).share_memory_()
     ledger = CpuLedger()
@@ -290,6 +292,7 @@ SCRIPT = """
 import torch
 import elbowroom
 from elbowroom.hooks.cpu_ledger import CpuLedger
+from elbowroom.hooks.loaded_memory import find_loaded
 ledger = CpuLedger()
 ledger.scope.limit_bytes = 1
 ledger.counting(1, lambda requested, missing: False).__enter__()  # and is never left

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -587,6 +588,44 @@ def test_a_script_that_goes_on_after_an_error_is_not_trained_without_a_budget(
         assert program.room is not None
     finally:
         program.close()
+
+
+def test_trainings_in_two_threads_at_once(profile: HardwareProfile) -> None:
+    """One trains within the budget, and the other is told why it cannot."""
+    begin = threading.Barrier(2)
+    found: dict[int, bytes | UsageError] = {}
+
+    def train(number: int, *, alone: bool) -> None:
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        for each in net.parameters():
+            nn.init.normal_(each, std=0.1, generator=torch.Generator().manual_seed(number))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        try:
+            for index, batch in enumerate(make_batches()):
+                if index < 2 and not alone:
+                    with contextlib.suppress(threading.BrokenBarrierError):
+                        begin.wait()
+                net(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found[number] = finish([], net)[1]
+        except UsageError as error:
+            found[number] = error
+            begin.abort()
+
+    for number in (1, 2):
+        train(number, alone=True)
+    plain = dict(found)
+    found.clear()
+    with managing(profile, 4 * BUDGET):
+        threads = [threading.Thread(target=train, args=(number,), kwargs={"alone": False}) for number in (1, 2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    refused = [number for number in (1, 2) if isinstance(found[number], UsageError)]
+    assert len(refused) == 1 and "trains while a training step of thread" in str(found[refused[0]])
+    assert found[3 - refused[0]] == plain[3 - refused[0]]
 
 
 def test_a_script_with_rooms_of_its_own(profile: HardwareProfile) -> None:

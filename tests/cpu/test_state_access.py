@@ -9,6 +9,7 @@ import functools
 import io
 import pathlib
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from elbowroom.hooks.replica_gradients import ReplicaGradients
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
 from tests.state_jobs import (
@@ -118,6 +120,31 @@ def test_reads(how: str, is_in_step: bool, away: Away) -> None:
         found = READS[how](away.parameter)
     assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
     away.train_on()
+
+
+def test_gradients_come_back_before_a_replica_reads_them(away: Away) -> None:
+    """DistributedDataParallel asks each for its address once it has been accumulated."""
+    pager = get_pager(away.room)
+    parameters = list(away.job.model.parameters())
+    are_away: dict[str, list[bool]] = {"before": [], "after": []}
+
+    def note(when: str) -> Callable[[torch.Tensor], None]:
+        return lambda each: are_away[when].append(each.grad is not None and pager.is_away(each.grad.untyped_storage()))
+
+    with contextlib.ExitStack() as undoing:
+
+        def call(function: Callable[[torch.Tensor], object]) -> None:
+            for each in parameters:
+                undoing.callback(each.register_post_accumulate_grad_hook(lambda it: (function(it), None)[1]).remove)
+
+        call(lambda _: pager.make_room(EVERYTHING))
+        call(note("before"))
+        gradients = ReplicaGradients([types.SimpleNamespace(module=away.job.model)], pager)
+        call(note("after"))
+        away.train_on()
+        gradients.close()
+        assert any(are_away["before"]) and not any(are_away["after"])
+    assert all(not each._post_accumulate_grad_hooks for each in parameters)
 
 
 def write_numpy(weight: nn.Parameter) -> None:

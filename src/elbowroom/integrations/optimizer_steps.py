@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.api import list_optimizers
+from elbowroom.errors import UsageError
 from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import stay_watched, undisturbed
 from elbowroom.hooks.input_guard import list_entries, replace_call
@@ -74,6 +76,8 @@ class OptimizerSteps:
         self._ends_at_next_call = False
         self._begins_at_end = False
         self._is_running = False
+        self._thread: threading.Thread | None = None  # of the running step, until its end is over
+        self._lock = threading.Lock()
         self._has_failed = False
         self._is_updating = False
         self._is_closed = False
@@ -112,7 +116,14 @@ class OptimizerSteps:
     @undisturbed
     def begin(self) -> None:
         """Begin a step now."""
-        self._room.begin_step()
+        with self._lock:
+            self.require_own_thread()
+            self._thread = threading.current_thread()
+        try:
+            self._room.begin_step()
+        except BaseException:
+            self._thread = None
+            raise
         self._is_running = True
         self._has_failed = self._is_updating = False
 
@@ -121,20 +132,41 @@ class OptimizerSteps:
         """End the running step, if there is one. `error`: the exception that aborted it."""
         if not self._is_running:
             return
+        if error is None:
+            self.require_own_thread()
         self._is_running = False
         self._stepped.clear()
         self._ends_at_next_call = False
-        self._room.end_step(error)
+        try:
+            self._room.end_step(error)
+        finally:
+            self._thread = None
         if self._after_step is not None and error is None:
             self._after_step()
+
+    def require_own_thread(self) -> None:
+        """Check that no step of another thread runs.
+
+        Raises:
+            UsageError: one does, and may go on.
+        """
+        other, own = self._thread, threading.current_thread()
+        has_failed = self._has_failed or self._room.was_refused
+        if other is not None and other is not own and other.is_alive() and not has_failed:
+            raise UsageError(
+                f"thread {own.name!r} trains while a training step of thread {other.name!r} runs, and the budget is "
+                "that of one training at a time. Train one after the other; or call elbowroom.fit in each thread, with "
+                "a part of the budget, and run the program without `elbowroom run`"
+            )
 
     def end_at_next_call(self) -> None:
         """End the running step at the next call of the model: all that is left of it is the update."""
         self._ends_at_next_call = self._is_running
 
     def note_failure(self) -> None:
-        """Note that a part of the running step has raised an error."""
-        self._has_failed = True
+        """Note that this thread's part of the running step has raised an error."""
+        if self._thread is threading.current_thread():
+            self._has_failed = True
 
     def close(self, error: BaseException | None = None) -> None:
         """Watch the loop no more. A running step is aborted. `error`: the exception that ended the loop, if any."""
@@ -187,6 +219,8 @@ class OptimizerSteps:
         """Begin a step if a call of this module begins one. Return True if it does."""
         if self._is_closed or is_in_backward():
             return False
+        if starts_training(module):
+            self.require_own_thread()
         if self._ends_at_next_call:
             self.end()
         if self._is_running or not starts_training(module):
@@ -195,6 +229,8 @@ class OptimizerSteps:
         return True
 
     def _begin_update(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self._is_closed and not is_in_backward():
+            self.require_own_thread()
         self._is_updating = True
 
     def _end_after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

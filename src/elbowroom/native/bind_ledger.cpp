@@ -110,6 +110,10 @@ void bind_ledger(py::module_& module) {
           py::arg("storage"), py::arg("is_mapped"),
           "Let an adopted storage give up memory that was loaded from a file for it alone. Returns false if others may use "
           "that memory.")
+      .def(
+          "expect", &Scope::expect, py::arg("sizes"),
+          "Count storages of these sizes that are there, but unknown, until a backward pass reads them. Replaces those of "
+          "the last call that were not found.")
       .def("drop_inputs", &Scope::drop_inputs, "Stop counting adopted inputs.")
       .def("close", [](Scope& scope) { Ledger::get().close_scope(scope); }, "Close the scope and remove its limit.");
   module.def(

@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 namespace elbowroom {
@@ -126,6 +127,22 @@ bool Scope::add_input(const c10::Storage& storage) {
   }
   external_.push_back({storage.getWeakStorageImpl(), nbytes, true});
   adopted_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
+  return true;
+}
+
+void Scope::expect(std::vector<int64_t> sizes) {
+  const std::lock_guard<std::mutex> guard(external_mutex_);
+  const int64_t former = std::accumulate(expected_.begin(), expected_.end(), int64_t{0});
+  add_adopted(std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) - former);
+  expected_ = std::move(sizes);
+}
+
+bool Scope::find_expected(int64_t nbytes) {
+  const std::lock_guard<std::mutex> guard(external_mutex_);
+  const auto found = std::find(expected_.begin(), expected_.end(), nbytes);
+  if (found == expected_.end()) return false;
+  expected_.erase(found);
+  add_adopted(-nbytes);
   return true;
 }
 

@@ -72,6 +72,11 @@ class Scope {
   void drop_inputs();
   bool has_external(const c10::Storage& storage);
 
+  // Count storages of these sizes that are there, but unknown, until they are found. Replaces those of the last call.
+  void expect(std::vector<int64_t> sizes);
+  // Stops counting an expected storage of this size, since it was found. Returns false if none is expected.
+  bool find_expected(int64_t nbytes);
+
   // Ends the scope's room. Other rooms may adopt its blocks.
   void close();
   bool is_closed() const { return is_closed_.load(std::memory_order_relaxed); }
@@ -106,6 +111,7 @@ class Scope {
   bool is_external(const c10::Storage& storage) const;
   std::mutex external_mutex_;
   std::vector<External> external_;
+  std::vector<int64_t> expected_;
 
   std::atomic<bool> is_recording_{false};
   std::mutex changes_mutex_;

@@ -37,8 +37,6 @@ namespace elbowroom {
 
 namespace py = pybind11;
 
-constexpr int NO_GRAPH_TASK = -1;
-
 // The tuple of watchers; `natives` has each item that is an `OpWatch`, else null.
 struct Watchers final : c10::SafePyObject {
   Watchers(const py::tuple& objects, std::vector<OpWatch*> natives)
@@ -499,8 +497,10 @@ void update_key() {
   skip_callbacks(thread, thread.watchers != nullptr);
 }
 
+bool is_in_backward_pass() { return torch::autograd::get_current_graph_task_id() != -1; }
+
 void leave_again(Thread& thread) {
-  if (torch::autograd::get_current_graph_task_id() != NO_GRAPH_TASK) return;
+  if (is_in_backward_pass()) return;
   thread.has_left = false;
   forget_watchers<at::impl::ThreadLocalPythonObjects>();
   c10::impl::tls_set_dispatch_key_included(KEY, StateTable::is_any_managed());
@@ -513,7 +513,7 @@ void set_watchers(const py::tuple& watchers) {
   c10::impl::tls_set_dispatch_key_included(KEY, !watchers.empty() || StateTable::is_any_managed());
   if (watchers.empty()) {
     skip_callbacks(thread, false);
-    thread.has_left = thread.watchers != nullptr && torch::autograd::get_current_graph_task_id() != NO_GRAPH_TASK;
+    thread.has_left = thread.watchers != nullptr && is_in_backward_pass();
     thread.has_skipped = false;
     forget_watchers<at::impl::ThreadLocalPythonObjects>();
     thread.watchers = nullptr;

@@ -150,6 +150,8 @@ class Running {
 
 // Whether this thread's ops come to the watchers' dispatch key.
 bool is_key_active();
+// Whether this thread runs a backward pass.
+bool is_in_backward_pass();
 
 // Notes seconds that this thread has spent in our own Python code.
 void lose_seconds(double seconds);

@@ -12,8 +12,9 @@ size is fixed, so that the cost of a decision does not depend on the number of s
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from elbowroom.ir.actions import Offload, Release, Reload
@@ -24,7 +25,13 @@ from elbowroom.residency.context import PolicyContext, replay_seconds, spare_byt
 from elbowroom.residency.machine import Drop, Intent
 
 SAMPLE = 128
-"""Storages scored per eviction; all of them if there are no more."""
+"""Storages scored at once; all of them if there are no more."""
+
+EVICTED = 4
+"""Storages evicted from one sample."""
+
+SKIPPED = 7
+"""Saves after one that began no copy early, because the next victim will be dropped, until the next that may."""
 
 PREFETCHED = 5
 """Most reloads begun at one need."""
@@ -70,6 +77,8 @@ class Online:
         self._here = Candidates()  # on the device, and may move
         self._away: dict[int, None] = {}  # offloaded, in order
         self._accessed: dict[int, float] = {}
+        self._copied_early = -1  # the last such storage
+        self._skips = 0  # saves until the next that may begin a copy early
 
     def idle_seconds(self, storage: int) -> float:
         """Return the seconds since autograd last saved or needed a storage, or a replay restored it."""
@@ -197,7 +206,7 @@ class Online:
     def _relieve(self, nbytes: int) -> list[Intent]:
         copies: list[Intent] = []
         releases: list[Intent] = []
-        while nbytes > 0 and (storage := self._pick()) is not None:
+        for storage in self._iterate_victims() if nbytes > 0 else ():
             self._take(storage)
             nbytes -= self.context.nbytes(storage)
             swap, replay = swap_seconds(self.context, storage), replay_seconds(self.context, storage)
@@ -205,24 +214,47 @@ class Online:
             self.left(storage, is_dropped)
             if is_dropped:
                 releases.append(Drop(storage, self.context.add_segment(storage)))
-                continue
-            self._away[storage] = None
-            copies.append(Offload(storage))
-            releases.append(Release(storage))
+            else:
+                self._away[storage] = None
+                copies.append(Offload(storage))
+                releases.append(Release(storage))
+            if nbytes <= 0:
+                break
         return copies + releases  # start all copies before waiting for the first
 
-    def _pick(self) -> int | None:
-        """Return the storage with the lowest rank and score of a sample; None if none may leave."""
-        for among in (self._here.draw(SAMPLE), self._here):
-            rated = [
-                (self.rank(storage), self.rate(storage), storage)
-                for storage in among
-                if self.context.may_leave(storage)
-            ]
-            if rated:
-                return min(rated)[2]
-            if len(self._here) <= SAMPLE:
-                break
+    def _iterate_victims(self) -> Iterator[int]:
+        """Yield the storages to evict, those with the lowest ranks and scores of a sample first."""
+        is_found = True
+        while is_found and len(self._here) > SAMPLE:
+            rated = self._rate_all(self._here.draw(SAMPLE))
+            for _ in range(EVICTED):
+                storage = self._pop(rated)
+                is_found = storage is not None
+                if storage is not None:
+                    yield storage
+        rated = self._rate_all(self._here)
+        while (storage := self._pop(rated)) is not None:
+            yield storage
+
+    def _rate_all(self, storages: Iterable[int]) -> list[tuple[int, float, int]]:
+        rated = [(self.rank(storage), self.rate(storage), storage) for storage in dict.fromkeys(storages)]
+        heapq.heapify(rated)
+        return rated
+
+    def _pop(self, rated: list[tuple[int, float, int]]) -> int | None:
+        """Take the storage with the lowest rank and score that may leave; None if none may.
+
+        The lowest ones are scored again, since the eviction of others may have made it more costly to restore them.
+        """
+        again = set[int]()
+        while rated:
+            storage = heapq.heappop(rated)[2]
+            if storage in again:
+                return storage
+            if storage not in self._here or not self.context.may_leave(storage):
+                continue
+            again.add(storage)
+            heapq.heappush(rated, (self.rank(storage), self.rate(storage), storage))
         return None
 
     def _come_early(self) -> list[Intent]:
@@ -246,9 +278,14 @@ class Online:
         self.came(storage)
 
     def _copy_early(self, saved: int) -> list[Intent]:
-        if spare_bytes(self.context) > AHEAD * self.context.budget_bytes:
+        if self._copied_early in self._here or spare_bytes(self.context) > AHEAD * self.context.budget_bytes:
             return []
-        storage = self._pick()
+        if self._skips:
+            self._skips -= 1
+            return []
+        storage = next(self._iterate_victims(), None)
         if storage is None or (replay_seconds(self.context, storage) < math.inf and self.drops(storage)):
+            self._skips = SKIPPED
             return []
+        self._copied_early = storage
         return [Offload(storage)]

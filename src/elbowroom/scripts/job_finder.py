@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -68,6 +69,7 @@ class JobFinder:
         self._backward = torch.Tensor.backward
         self._watched_call: Callable[..., Any] = self._call
         self._is_searching = False
+        self._lock = threading.Lock()
         self._stop_listening: Callable[[], None] = lambda: None
         self._has_bare_job = False  # without an optimizer
         self._handle: Any = None
@@ -204,7 +206,10 @@ class JobFinder:
         if module is None or not trained.keys() <= {id(each) for each in module.parameters()}:
             model = _gather(module, trained)
         assert model is not None
-        self._stop_search()
+        with self._lock:
+            if not self._is_searching:
+                return  # another thread has found it
+            self._stop_search()
         try:
             self._found(FoundJob(model, tuple(optimizers), module))
         except BaseException:

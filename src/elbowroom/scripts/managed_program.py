@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,7 @@ class ManagedProgram:
         self._has_inner_loops = False
         self._steps: OptimizerSteps | None = None
         self._is_rank = any(name in os.environ for name in LAUNCHED)
+        self._lock = threading.RLock()  # the program may train in several threads
         self._finder = JobFinder(self._start, self._stop_for_another, self._note_backward, self._note_failure)
         self.rooms = 0
         self.has_own_rooms = False
@@ -85,6 +87,10 @@ class ManagedProgram:
             self._view.close()
 
     def _start(self, job: FoundJob) -> None:
+        with self._lock:
+            self._start_alone(job)
+
+    def _start_alone(self, job: FoundJob) -> None:
         if any(is_marked(each) for each in job.model.modules()):  # the program calls elbowroom.fit itself
             self.has_own_rooms = True
             return
@@ -137,8 +143,17 @@ class ManagedProgram:
         It is that of an inner loop if it updates another model, as in MAML. But a program that catches an error may
         give up the step and train again: with a new optimizer for the model, or with a new model, after an error that
         was seen or after steps without an inner loop.
+
+        Raises:
+            UsageError: such a step runs in another thread.
         """
+        with self._lock:
+            return self._stop_alone(optimizer)
+
+    def _stop_alone(self, optimizer: Optimizer) -> bool:
         steps = self._steps
+        if steps is not None and not steps.begins_at_ends:
+            steps.require_own_thread()
         is_inside = steps is not None and steps.is_running and not steps.begins_at_ends and not steps.has_failed
         has_loops = self._has_inner_loops or self._whole_steps < SOME_STEPS
         if is_inside and has_loops and not self._is_for_same_model(optimizer):

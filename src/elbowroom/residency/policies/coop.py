@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Iterator
 
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.residency.context import PolicyContext, replay_seconds, swap_seconds
@@ -86,12 +87,12 @@ class Policy(Online):
         self._window = self._find_window(nbytes)
         return super()._relieve(nbytes)
 
-    def _pick(self) -> int | None:
+    def _iterate_victims(self) -> Iterator[int]:
         while self._window:
             storage = self._window.pop()
             if storage in self._here:
-                return storage
-        return super()._pick()
+                yield storage
+        yield from super()._iterate_victims()
 
     def _find_window(self, nbytes: int) -> list[int]:
         """Return the cheapest window of at least `nbytes`; empty if there is none."""
