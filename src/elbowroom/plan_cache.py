@@ -23,7 +23,7 @@ from elbowroom.ir.unused_state import leave_out_unused_state, list_unused_state
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.planned_step import PlannedStep, forecast_plan
 from elbowroom.planner_faults import explain_fault, keeping_plan
-from elbowroom.planning_times import Effort
+from elbowroom.planning_times import QUICK
 from elbowroom.step_planner import StepPlanner
 from elbowroom.unused_state_plans import LeavesOut, plan_beside_unused
 
@@ -112,12 +112,14 @@ class PlanCache:
         Args:
             record: of a step that followed the plan.
         """
-        if not self.planner.times.is_quick(entry.planned.plan) or entry.source is not Source.MEASURED:
+        times = self.planner.times
+        better = times.find_better(entry.planned.plan)
+        if better is None or entry.source is not Source.MEASURED:
             return
         entry.lost_seconds += record.stall_seconds + entry.planned.moving_seconds
-        if entry.lost_seconds >= self.planner.times.search_seconds:
+        if entry.lost_seconds >= times.expect(better):
             entry.lost_seconds = 0.0
-            self.plan_again(entry, entry.planned.trace, entry.planned.costs, effort=Effort.SEARCH)
+            self.plan_again(entry, entry.planned.trace, entry.planned.costs, first=better)
 
     def contains(self, trace: Trace) -> bool:
         """Return True if there is a plan for steps with the same saves and ops."""
@@ -195,7 +197,7 @@ class PlanCache:
             self.planner.past.add(trace, measurements.op_seconds)
         lost_seconds = self._seen.get(hash(self.name_kind(list_sizes(trace))), 0.0)
         is_one_of_many = bool(self.entries) and lost_seconds < self.planner.times.search_seconds
-        make = functools.partial(self.plan_step, effort=Effort.QUICK if is_one_of_many else Effort.WORTHWHILE)
+        make = functools.partial(self.plan_step, climbs=not is_one_of_many)
         planned = plan_beside_unused(make, trace, costs, leaves_out, self.lease, self.planner.config.min_offload_bytes)
         self.entries.insert(0, PlanCacheEntry(planned, source, lost_seconds=lost_seconds))
         del self.entries[MOST_PLANS:]
@@ -254,8 +256,7 @@ class PlanCache:
         self.planner.past.add(trace, measurements.op_seconds)
         measurements = leave_out_replays(trace, entry.planned.plan, measurements)
         costs = self.planner.price(trace, digest, measurements)
-        effort = Effort.QUICK if self.planner.times.is_quick(entry.planned.plan) else Effort.WORTHWHILE
-        entry.adopt(self.plan_step(trace, costs, effort=effort))
+        entry.adopt(self.plan_step(trace, costs, climbs=entry.planned.plan.strategy != QUICK))
 
     def record_again(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Record another measurement of a step whose prediction is doubted.
@@ -291,7 +292,7 @@ class PlanCache:
             entry.busy_seconds.append(seconds)
             if len(entry.busy_seconds) == 1:
                 return  # it ran with cold caches, allocator and spill file
-        planning_seconds = self.planner.times.expect(entry.planned.plan)
+        planning_seconds = self.planner.times.expect(entry.planned.plan.strategy, 0.0)
         if waits and entry.check.fails(
             seconds, entry.predicted_seconds, only_slower=not is_settled, planning_seconds=planning_seconds
         ):
@@ -306,17 +307,15 @@ class PlanCache:
             if len(entry.busy_seconds) > STEPS_THAT_SET_THE_PACE:
                 entry.predicted_seconds = entry.planned.busy_seconds
 
-    def plan_step(self, trace: Trace, costs: Costs, *, effort: Effort = Effort.WORTHWHILE) -> PlannedStep:
+    def plan_step(self, trace: Trace, costs: Costs, *, first: str = QUICK, climbs: bool = True) -> PlannedStep:
         """Return a step with a plan for the present limits. Arguments and errors: as for `StepPlanner.plan`."""
-        return self.planner.plan(trace, costs, self.lease, effort=effort)
+        return self.planner.plan(trace, costs, self.lease, first=first, climbs=climbs)
 
-    def plan_again(
-        self, entry: PlanCacheEntry, trace: Trace, costs: Costs, *, effort: Effort = Effort.WORTHWHILE
-    ) -> bool:
+    def plan_again(self, entry: PlanCacheEntry, trace: Trace, costs: Costs, *, first: str = QUICK) -> bool:
         """Plan a step again, for other costs or with more time. Return whether it has a new plan."""
         before = entry.planned
         with keeping_plan():
-            entry.replace(self.plan_step(trace, costs, effort=effort))
+            entry.replace(self.plan_step(trace, costs, first=first))
         return entry.planned is not before
 
 

@@ -1,9 +1,8 @@
-"""Expected seconds of planning a step: by the search, and quickly."""
+"""Expected seconds of planning a step: quickly, with little effort, and by the whole search."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 import time
 from collections.abc import Iterator
@@ -13,24 +12,20 @@ from elbowroom.ir.plan import Plan
 SEARCH = "auto"
 """The default strategy."""
 
+BRIEF = "auto:effort=0.1"
+"""The same with little effort. Near the smallest budget its steps may take half as long again, else hardly longer."""
+
 QUICK = "tensile"
-"""Strategy for a kind of step whose steps have not lost as much time as the search takes."""
+"""Strategy for a kind of step whose steps have not lost as much time as a brief search takes."""
+
+LEVELS = QUICK, BRIEF, SEARCH
+"""Strategies that make the plans of the default one, each better than the one before."""
+
+SECONDS = 1.0, 10.0, 200.0
+"""Expected seconds of the levels, as multiples of the first one's, until they have been measured."""
 
 FEW_STEPS = 10
 """Steps that take as long as a search which is worth its time at once."""
-
-QUICK_SHARE = 0.01
-"""Share of the search's time that the quick strategy is expected to take, until both have been measured."""
-
-
-class Effort(enum.Enum):
-    """Time that a room's default strategy may take to plan a step."""
-
-    QUICK = enum.auto()
-    """The quick strategy plans, if it finds a plan."""
-    WORTHWHILE = enum.auto()
-    """The quick strategy plans, if the search is expected to take longer than a few steps."""
-    SEARCH = enum.auto()
 
 
 class PlanningTimes:
@@ -44,21 +39,10 @@ class PlanningTimes:
         self._strategy = strategy
         self._seconds: dict[str, float] = {}
 
-    def is_quick(self, plan: Plan) -> bool:
-        """Return True if the room's strategy may find a better plan."""
-        return self._strategy == SEARCH and plan.strategy == QUICK
-
-    def is_search_short(self, step_seconds: float) -> bool:
-        """Return True if a search is expected to take no longer than a few steps.
-
-        Args:
-            step_seconds: of such a step.
-        """
-        return self.search_seconds <= FEW_STEPS * step_seconds
-
-    def expect(self, plan: Plan) -> float:
-        """Return the expected seconds of another plan by the strategy of a plan; 0 if it made none here."""
-        return self._seconds.get(plan.strategy, 0.0)
+    def find_better(self, plan: Plan) -> str | None:
+        """Return the level that may find a better plan; None if there is none."""
+        is_level = self._strategy == SEARCH and plan.strategy in LEVELS[:-1]
+        return LEVELS[LEVELS.index(plan.strategy) + 1] if is_level else None
 
     @contextlib.contextmanager
     def measure(self, strategy: str) -> Iterator[None]:
@@ -69,15 +53,35 @@ class PlanningTimes:
         finally:
             self._seconds[strategy] = time.perf_counter() - begin
 
+    def is_worth_its_time(self, strategy: str, step_seconds: float) -> bool:
+        """Return True if a plan of a level is expected to take no longer than a few steps.
+
+        Args:
+            step_seconds: of such a step.
+        """
+        return self.expect(strategy) <= FEW_STEPS * step_seconds
+
     @property
     def search_seconds(self) -> float:
-        """Expected seconds of a plan by the room's strategy; infinite if nothing was planned yet."""
-        known = self._seconds.get(self._strategy)
-        return self._seconds.get(QUICK, math.inf) / QUICK_SHARE if known is None else known
+        """Expected seconds of a plan that is better than a quick one; infinite if nothing was planned yet."""
+        return self.expect(BRIEF if self._strategy == SEARCH else self._strategy)
 
     @property
     def quick_seconds(self) -> float:
         """Expected seconds of the quickest plan of the room; 0 if nothing was planned yet."""
-        share = QUICK_SHARE if self._strategy == SEARCH else 1.0
-        known = self._seconds.get(QUICK)
-        return share * self._seconds.get(self._strategy, 0.0) if known is None else known
+        return self.expect(QUICK if self._strategy == SEARCH else self._strategy, 0.0)
+
+    def expect(self, strategy: str, unknown: float = math.inf) -> float:
+        """Return the expected seconds of a plan by a strategy, from those of the nearest level if it has made none.
+
+        Args:
+            unknown: result if nothing was planned yet.
+        """
+        if strategy in self._seconds or strategy not in LEVELS:
+            return self._seconds.get(strategy, unknown)
+        level = LEVELS.index(strategy)
+        known = [each for each in range(len(LEVELS)) if LEVELS[each] in self._seconds]
+        if not known:
+            return unknown
+        nearest = min(known, key=lambda each: abs(each - level))
+        return self._seconds[LEVELS[nearest]] * SECONDS[level] / SECONDS[nearest]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
 
 import torch
@@ -26,11 +28,11 @@ from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import fit_slices, pose
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.slicing.choice import Slices
-from elbowroom.planning_times import QUICK, SEARCH, Effort, PlanningTimes
+from elbowroom.planning_times import BRIEF, LEVELS, QUICK, SEARCH, PlanningTimes
 
 logger = logging.getLogger(__name__)
 
-STAGES = {SEARCH: ENOUGH, QUICK: 0.0}
+STAGES = {SEARCH: ENOUGH, BRIEF: ENOUGH, QUICK: 0.0}
 """Share of the stages of compiling to wait for before a strategy plans; all for others. The quick one has few loops."""
 
 
@@ -78,18 +80,21 @@ class StepPlanner:
         past = self.past.load() if measurements is None else None
         return price(trace, self.profile, measurements, trace_digest=trace_digest, past=past)
 
-    def plan(self, trace: Trace, costs: Costs, lease: Lease, *, effort: Effort = Effort.SEARCH) -> PlannedStep:
+    def plan(
+        self, trace: Trace, costs: Costs, lease: Lease, *, first: str = SEARCH, climbs: bool = False
+    ) -> PlannedStep:
         """Return a step with a plan for the limits of a lease.
 
         Args:
-            effort: tells whether the strategy `auto` gives way to one that takes a hundredth of its time.
+            first: level of `planning_times` that plans first for the default strategy; if it finds no plan, the next.
+            climbs: whether the next level plans as well if that is worth its time.
 
         Raises:
             Infeasible: no plan fits.
         """
         self._ledger.trim()
         with passing_interruptions():
-            plan = self._choose_plan(trace, costs, lease, effort)
+            plan = self._choose_plan(trace, costs, lease, first, climbs=climbs)
             planned = forecast_plan(trace, costs, plan, lease.host_bytes)
         self._ledger.trim()
         logger.info(
@@ -126,23 +131,20 @@ class StepPlanner:
             return True
         return fit_slices(problem, Slices.EXACT if config.exact else Slices.ANY) is not None
 
-    def _choose_plan(self, trace: Trace, costs: Costs, lease: Lease, effort: Effort) -> Plan:
+    def _choose_plan(self, trace: Trace, costs: Costs, lease: Lease, first: str, *, climbs: bool) -> Plan:
         strategy = self.config.strategy
-        plan = None
-        if strategy == SEARCH:
-            plan = keep_all_if_it_fits(trace, costs, lease.device_bytes)
-            if plan is None and effort is not Effort.SEARCH:
-                plan = self._plan_quickly(trace, costs, lease, effort)
-        return plan or self._make_plan(trace, costs, lease, strategy)
-
-    def _plan_quickly(self, trace: Trace, costs: Costs, lease: Lease, effort: Effort) -> Plan | None:
-        """Return a plan by the quick strategy; None if it finds none, or if the search is worth its time."""
-        try:
-            plan = self._make_plan(trace, costs, lease, QUICK)
-        except Infeasible:
-            return None
-        is_enough = effort is Effort.QUICK or not self.times.is_search_short(costs.plain_seconds)
-        return plan if is_enough else None
+        if strategy != SEARCH:
+            return self._make_plan(trace, costs, lease, strategy)
+        if (plan := keep_all_if_it_fits(trace, costs, lease.device_bytes)) is not None:
+            return plan
+        for level, better in itertools.pairwise(LEVELS[LEVELS.index(first) :]):
+            try:
+                plan = self._make_plan(trace, costs, lease, level)
+            except Infeasible:
+                continue
+            if not (climbs and self.times.is_worth_its_time(better, costs.plain_seconds)):
+                return dataclasses.replace(plan, strategy=level)
+        return self._make_plan(trace, costs, lease, SEARCH)
 
     def _make_plan(self, trace: Trace, costs: Costs, lease: Lease, strategy: str) -> Plan:
         config = self.config

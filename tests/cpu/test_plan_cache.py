@@ -18,7 +18,7 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode, StepRecord
 from elbowroom.planner.searching import choice_search
-from elbowroom.planning_times import QUICK, SEARCH, PlanningTimes
+from elbowroom.planning_times import BRIEF, QUICK, SEARCH, PlanningTimes
 from elbowroom.room import Room
 
 WIDTH, ROWS = 48, 256
@@ -312,31 +312,40 @@ def test_small_tensors_make_no_kinds(profile: HardwareProfile) -> None:
     assert {record.mode for record in records[-len(kinds) :]} == {Mode.PLANNED}
 
 
+def expect_seconds(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
+    """Have strategies expected to take these seconds; 0 if left out."""
+    monkeypatch.setattr(PlanningTimes, "expect", lambda _, strategy, unknown=0.0: seconds.get(strategy, 0.0))
+
+
 @pytest.mark.parametrize(("few_steps", "first"), [(0, QUICK), (math.inf, SEARCH)])
 def test_short_steps_are_planned_quickly_at_first(
     few_steps: float, first: str, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The search follows once moves under the quick plan have cost as much time as it takes."""
-    search_seconds = 1e6
-    monkeypatch.setattr(PlanningTimes, "search_seconds", property(lambda _: search_seconds))
+    """A better plan follows once moves have cost as much time as it takes."""
+    expect_seconds(monkeypatch, seconds := {BRIEF: 1e6, SEARCH: 1e6})
     monkeypatch.setattr("elbowroom.planning_times.FEW_STEPS", few_steps)
     budget = int(0.8 * find_plain_peak(make_lengths, 64, profile))
     model, optimizer, step = make_lengths()
     with elbowroom.fit(model, optimizer, budget, profile=profile, min_offload_bytes=1) as room:
-        strategies = []
-        for index in range(10):
-            search_seconds = 1e6 if index < 6 else 0.0
-            with room.step():
-                step(index, 64)
-            strategies.append(room.planned and room.planned.plan.strategy)
-    assert strategies[2:6] == [first] * 4 and strategies[-1] == SEARCH
+
+        def run_steps(count: int) -> str:
+            for index in range(count):
+                with room.step():
+                    step(index, 64)
+            assert room.planned is not None
+            return room.planned.plan.strategy
+
+        assert run_steps(6) == first
+        seconds[BRIEF] = 0.0
+        assert run_steps(2) == (BRIEF if first == QUICK else SEARCH)
+        seconds[SEARCH] = 0.0
+        assert run_steps(2) == SEARCH
+        assert (room.journal().peak_bytes or 0) <= budget
 
 
 def test_further_kinds_are_planned_quickly_at_first(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search follows once steps under the quick plan may have lost as much time as it takes."""
-    search_seconds = 1e6
-    monkeypatch.setattr(PlanningTimes, "search_seconds", property(lambda _: search_seconds))
-    monkeypatch.setattr(PlanningTimes, "quick_seconds", 0.0)
+    """Where the quick strategy finds no plan, the next one does."""
+    expect_seconds(monkeypatch, seconds := {BRIEF: 1e6, SEARCH: 1e6})
     budget = int(0.7 * find_plain_peak(make_lengths, 48, profile))
     model, optimizer, step = make_lengths()
     with elbowroom.fit(model, optimizer, budget, profile=profile, min_offload_bytes=1) as room:
@@ -347,10 +356,10 @@ def test_further_kinds_are_planned_quickly_at_first(profile: HardwareProfile, mo
                     step(index, kind)
             return [each.planned.plan.strategy for each in room._cache.entries]
 
-        assert run_steps([64, 64, 64, 48, 48, 48, 48]) == [QUICK, SEARCH]
-        assert run_steps([64, 48]) == [QUICK, SEARCH]
-        search_seconds = 1e-9
-        assert run_steps([48]) == [SEARCH, SEARCH]
+        assert run_steps([64, 64, 64, 48, 48, 48, 48]) == [QUICK, BRIEF]
+        assert run_steps([64, 48]) == [QUICK, BRIEF]
+        seconds[BRIEF] = 0.0
+        assert run_steps([48]) == [BRIEF, BRIEF]
         assert room.journal().steps[-1].mode is Mode.PLANNED
         assert (room.journal().peak_bytes or 0) <= budget
 
