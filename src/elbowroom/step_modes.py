@@ -15,6 +15,7 @@ from elbowroom.captured_steps import CapturedSteps
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
 from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.hooks.cuda_ledger import CudaLedger
+from elbowroom.hooks.gradient_buckets import GradientBuckets
 from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.replica_gradients import ReplicaGradients
 from elbowroom.hooks.sharded import find_replicas
@@ -71,7 +72,8 @@ class StepModes:
         self._pager = pager
         self.sliced_ops = sliced_ops
         self._between_steps = BetweenSteps(ledger, pager)
-        self._gradients = ReplicaGradients(find_replicas(job.model), pager)
+        replicas = find_replicas(job.model)
+        self._gradients, self._buckets = ReplicaGradients(replicas, pager), GradientBuckets(replicas, ledger)
         self._first_updates = FirstUpdates(job.optimizers)
         self.agreed = agreed
         self._schedule = CaptureSchedule()
@@ -124,6 +126,7 @@ class StepModes:
                     self._cache.remove(begun_as)  # the next step is observed from its beginning
                 raise
             finally:
+                self._buckets.look()
                 self._between_steps.begin(self._cache.lease.device_bytes)
 
     def _choose(self, entry: PlanCacheEntry | None) -> Iterator[None]:

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from elbowroom.ir.hardware import HardwareProfile
+from tests.bucket_jobs import CASES
 from tests.rank_jobs import STEPS, End, Found, check_outcome, check_resumed, list_cases, run_ranks, run_rooms
 
 pytestmark = pytest.mark.skipif(
@@ -85,6 +86,14 @@ def test_ranks_that_may_run_out_of_batches_plan_alone(found: Found) -> None:
     assert one.plan == other.plan == ""
     assert (len(one.modes), len(other.modes)) == (STEPS, STEPS - 1)
     assert "planned" in one.modes and "planned" in other.modes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_buckets_from_before_the_room_count_once(ranks: int, tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
+    for end in run_ranks(tmp_path, "bucket_jobs.find_gaps", profile, ranks=ranks):
+        assert end.code == 0, end.text
+        gaps = {name: max(map(abs, gaps)) for name, gaps in end.result.items()}
+        assert gaps.keys() == CASES.keys() and max(gaps.values()) <= 64, gaps  # a tensor of DDP's own
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Counts the gradient buckets that DistributedDataParallel made before the room was there.
 
-They belong to C++ code that gives nobody access to them. The ledger expects storages of their sizes, and finds them
-when the first backward pass copies gradients into them. In the second step DDP allocates others, in the order in which
-gradients were ready, and frees the first; with `find_unused_parameters` it keeps these.
+They belong to C++ code that gives nobody access to them. The ledger expects as many bytes, and finds them when a
+backward pass copies gradients into them. In its second step DDP allocates others, in the order in which gradients were
+ready, and frees the first; with `find_unused_parameters` it keeps these.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.hooks.storage_ids import get_plain_storage
 
 
 class GradientBuckets:
@@ -23,20 +24,27 @@ class GradientBuckets:
 
     def __init__(self, replicas: Sequence[Any], ledger: Ledger) -> None:
         self._scope = ledger.scope
-        self._first = [each for each in replicas if not each._has_rebuilt_buckets]
-        sizes = [size for each in replicas for size in list_bucket_bytes(each)]
-        if self._scope is not None and sizes:
-            self._scope.expect(sizes)
+        self._first = [] if self._scope is None else [each for each in replicas if not each._has_rebuilt_buckets]
+        self._nbytes = {id(each): count_unknown_bytes(each) for each in replicas}
+        if self._scope is not None:
+            self._scope.expect(sum(self._nbytes.values()))
 
     def look(self) -> None:
-        """Look whether DDP has allocated other buckets by now: then those that no backward pass has read are gone."""
-        if self._scope is not None and self._first and all(each._has_rebuilt_buckets for each in self._first):
-            self._first = []
-            self._scope.expect([])
+        """Look whether DDP has allocated other buckets by now. Those that no backward pass has read are gone then."""
+        for each in [each for each in self._first if each._has_rebuilt_buckets]:
+            self._first.remove(each)
+            del self._nbytes[id(each)]
+            self._scope.expect(min(self._scope.expected_bytes, sum(self._nbytes.values())))
 
 
-def list_bucket_bytes(replica: Any) -> list[int]:
-    """Return the bytes of each bucket of a `DistributedDataParallel` module."""
-    figures = replica._get_ddp_logging_data()
-    sizes = figures.get("rebuilt_bucket_sizes" if replica._has_rebuilt_buckets else "bucket_sizes")
-    return [int(each) for each in str(sizes or "").split(",") if each.strip()]
+def count_unknown_bytes(replica: Any) -> int:
+    """Return the bytes of a module's buckets, without those that gradients are views of."""
+    sizes = str(replica._get_ddp_logging_data().get("bucket_sizes") or "")
+    nbytes = sum(int(each) for each in sizes.split(",") if each.strip())
+    parameters, are_sparse = replica._build_params_for_reducer()
+    nbytes -= sum(int(each.nbytes) for each, is_sparse in zip(parameters, are_sparse, strict=True) if is_sparse)
+    if replica.gradient_as_bucket_view:
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        storages = [storage for each in gradients if (storage := get_plain_storage(each)) is not None]
+        nbytes -= sum({each._cdata: each.nbytes() for each in storages}.values())
+    return max(0, nbytes)

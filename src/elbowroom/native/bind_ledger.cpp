@@ -111,9 +111,9 @@ void bind_ledger(py::module_& module) {
           "Let an adopted storage give up memory that was loaded from a file for it alone. Returns false if others may use "
           "that memory.")
       .def(
-          "expect", &Scope::expect, py::arg("sizes"),
-          "Count storages of these sizes that are there, but unknown, until a backward pass reads them. Replaces those of "
-          "the last call that were not found.")
+          "expect", &Scope::expect, py::arg("nbytes"),
+          "Count bytes of storages that are there, but unknown, until a backward pass reads them. Replaces the last number.")
+      .def_property_readonly("expected_bytes", &Scope::expected_bytes)
       .def("drop_inputs", &Scope::drop_inputs, "Stop counting adopted inputs.")
       .def("close", [](Scope& scope) { Ledger::get().close_scope(scope); }, "Close the scope and remove its limit.");
   module.def(

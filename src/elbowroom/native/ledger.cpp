@@ -212,9 +212,9 @@ bool Ledger::adopt(const c10::Storage& storage, Scope& scope, bool is_input) {
   if (scope.has_external(storage)) return false;
   // This scope may already count a block that was allocated outside any scope.
   const bool is_counted = owner.has_value() && owner->scope == nullptr && owner->epoch >= scope.epoch();
-  // Only a backward pass reads gradient buckets first, and it reads no new input.
-  const bool is_expected =
-      is_input && !is_counted && is_in_backward_pass() && scope.find_expected(static_cast<int64_t>(impl->nbytes()));
+  // A backward pass reads no new inputs, but gradient buckets that are there.
+  const bool is_expected = is_input && !is_counted && is_in_backward_pass() &&
+                           scope.find_expected(static_cast<int64_t>(impl->nbytes())) > 0;
   if (is_input && !is_expected) {
     if (is_counted) return false;
     const std::string reader = "an op that reads an input of " + std::to_string(impl->nbytes()) + " bytes";

@@ -3,7 +3,6 @@
 #include <time.h>
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 namespace elbowroom {
@@ -130,20 +129,16 @@ bool Scope::add_input(const c10::Storage& storage) {
   return true;
 }
 
-void Scope::expect(std::vector<int64_t> sizes) {
-  const std::lock_guard<std::mutex> guard(external_mutex_);
-  const int64_t former = std::accumulate(expected_.begin(), expected_.end(), int64_t{0});
-  add_adopted(std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) - former);
-  expected_ = std::move(sizes);
-}
+void Scope::expect(int64_t nbytes) { add_adopted(nbytes - expected_bytes_.exchange(nbytes, std::memory_order_relaxed)); }
 
-bool Scope::find_expected(int64_t nbytes) {
-  const std::lock_guard<std::mutex> guard(external_mutex_);
-  const auto found = std::find(expected_.begin(), expected_.end(), nbytes);
-  if (found == expected_.end()) return false;
-  expected_.erase(found);
-  add_adopted(-nbytes);
-  return true;
+int64_t Scope::find_expected(int64_t nbytes) {
+  int64_t expected = expected_bytes();
+  int64_t found = 0;
+  do {
+    found = std::min(expected, nbytes);
+  } while (!expected_bytes_.compare_exchange_weak(expected, expected - found, std::memory_order_relaxed));
+  add_adopted(-found);
+  return found;
 }
 
 void Scope::drop_inputs() { sweep_external(true); }

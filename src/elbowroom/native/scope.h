@@ -72,10 +72,11 @@ class Scope {
   void drop_inputs();
   bool has_external(const c10::Storage& storage);
 
-  // Count storages of these sizes that are there, but unknown, until they are found. Replaces those of the last call.
-  void expect(std::vector<int64_t> sizes);
-  // Stops counting an expected storage of this size, since it was found. Returns false if none is expected.
-  bool find_expected(int64_t nbytes);
+  // Counts this many bytes of storages that are there, but unknown, until they are found. Replaces the last number.
+  void expect(int64_t nbytes);
+  int64_t expected_bytes() const { return expected_bytes_.load(std::memory_order_relaxed); }
+  // Stops counting as many expected bytes, since a storage was found. Returns how many were expected.
+  int64_t find_expected(int64_t nbytes);
 
   // Ends the scope's room. Other rooms may adopt its blocks.
   void close();
@@ -97,6 +98,7 @@ class Scope {
   const int64_t epoch_;
   std::atomic<int64_t> bytes_{0};
   std::atomic<int64_t> adopted_bytes_{0};
+  std::atomic<int64_t> expected_bytes_{0};
   std::atomic<int64_t> peak_bytes_{0}, op_peak_bytes_{0}, recent_peak_bytes_{0};
   std::atomic<int64_t> limit_bytes_{NO_LIMIT};
   std::atomic<bool> is_closed_{false};
@@ -111,7 +113,6 @@ class Scope {
   bool is_external(const c10::Storage& storage) const;
   std::mutex external_mutex_;
   std::vector<External> external_;
-  std::vector<int64_t> expected_;
 
   std::atomic<bool> is_recording_{false};
   std::mutex changes_mutex_;

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from elbowroom.config import Config
 from elbowroom.errors import RankLost
-from elbowroom.hooks.gradient_buckets import GradientBuckets
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.sharded import find_replicas, list_shard_ranks
 from elbowroom.ranks.agreement import Greeting, check_greetings
@@ -46,7 +45,6 @@ class Ranks:
     def __init__(self, group: RankGroup, greetings: Sequence[Greeting], model: torch.nn.Module, ledger: Ledger) -> None:
         self.group = group
         self._replicas = find_replicas(model)
-        self._buckets = GradientBuckets(self._replicas, ledger)
         self._monitor = RankMonitor(group, greetings, lambda: f"holding {ledger.live_bytes} bytes")
         self.budget_bytes = min(each.budget_bytes for each in greetings)
 
@@ -70,7 +68,6 @@ class Ranks:
             raise
         finally:
             self._monitor.is_waiting = False
-        self._buckets.look()
 
     def leave(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Leave the others, and tell them the error that is the reason, if any."""
