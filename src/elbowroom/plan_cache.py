@@ -23,7 +23,7 @@ from elbowroom.ir.unused_state import leave_out_unused_state, list_unused_state
 from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.planned_step import PlannedStep, forecast_plan
 from elbowroom.planner_faults import explain_fault, keeping_plan
-from elbowroom.planning_times import QUICK
+from elbowroom.planning_times import QUICK, find_level
 from elbowroom.step_planner import StepPlanner
 from elbowroom.unused_state_plans import LeavesOut, plan_beside_unused
 
@@ -256,7 +256,8 @@ class PlanCache:
         self.planner.past.add(trace, measurements.op_seconds)
         measurements = leave_out_replays(trace, entry.planned.plan, measurements)
         costs = self.planner.price(trace, digest, measurements)
-        entry.adopt(self.plan_step(trace, costs, climbs=entry.planned.plan.strategy != QUICK))
+        level = find_level(entry.planned.plan)
+        entry.adopt(self.plan_step(trace, costs, first=level, climbs=level != QUICK))
 
     def record_again(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Record another measurement of a step whose prediction is doubted.

@@ -28,6 +28,11 @@ FEW_STEPS = 10
 """Steps that take as long as a search which is worth its time at once."""
 
 
+def find_level(plan: Plan) -> str:
+    """Return the level that has made a plan; the first one if another strategy has."""
+    return plan.strategy if plan.strategy in LEVELS else QUICK
+
+
 class PlanningTimes:
     """Seconds that the last plan of each strategy took. Plans of other kinds of step are expected to take as long.
 

@@ -591,7 +591,7 @@ def test_a_script_that_goes_on_after_an_error_is_not_trained_without_a_budget(
 
 
 def test_trainings_in_two_threads_at_once(profile: HardwareProfile) -> None:
-    """One trains within the budget, and the other is told why it cannot."""
+    """Each has its results, or is told why it cannot train."""
     begin = threading.Barrier(2)
     found: dict[int, bytes | UsageError] = {}
 
@@ -623,9 +623,10 @@ def test_trainings_in_two_threads_at_once(profile: HardwareProfile) -> None:
             each.start()
         for each in threads:
             each.join()
-    refused = [number for number in (1, 2) if isinstance(found[number], UsageError)]
-    assert len(refused) == 1 and "trains while a training step of thread" in str(found[refused[0]])
-    assert found[3 - refused[0]] == plain[3 - refused[0]]
+    refused = [each for each in found.values() if isinstance(each, UsageError)]
+    assert len(found) == 2 and len(refused) <= 1
+    assert all("trains while a training step of thread" in str(each) for each in refused)
+    assert all(found[number] in (plain[number], *refused) for number in (1, 2))
 
 
 def test_a_script_with_rooms_of_its_own(profile: HardwareProfile) -> None:

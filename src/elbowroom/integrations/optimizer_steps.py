@@ -219,8 +219,6 @@ class OptimizerSteps:
         """Begin a step if a call of this module begins one. Return True if it does."""
         if self._is_closed or is_in_backward():
             return False
-        if starts_training(module):
-            self.require_own_thread()
         if self._ends_at_next_call:
             self.end()
         if self._is_running or not starts_training(module):

@@ -47,6 +47,10 @@ def _raising_what_was_lost() -> Iterator[None]:
     signal.signal(signal.SIGINT, note)
     try:
         yield
+    except Exception as error:
+        if has_come:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         signal.signal(signal.SIGINT, handler)
     if has_come:

@@ -143,17 +143,12 @@ class ManagedProgram:
         It is that of an inner loop if it updates another model, as in MAML. But a program that catches an error may
         give up the step and train again: with a new optimizer for the model, or with a new model, after an error that
         was seen or after steps without an inner loop.
-
-        Raises:
-            UsageError: such a step runs in another thread.
         """
         with self._lock:
             return self._stop_alone(optimizer)
 
     def _stop_alone(self, optimizer: Optimizer) -> bool:
         steps = self._steps
-        if steps is not None and not steps.begins_at_ends:
-            steps.require_own_thread()
         is_inside = steps is not None and steps.is_running and not steps.begins_at_ends and not steps.has_failed
         has_loops = self._has_inner_loops or self._whole_steps < SOME_STEPS
         if is_inside and has_loops and not self._is_for_same_model(optimizer):
@@ -187,13 +182,15 @@ class ManagedProgram:
             self._steps.note_failure()
 
     def _note_step(self) -> None:
-        assert self._room is not None
+        room = self._room
+        if room is None:
+            return  # another thread has begun another job
         self._whole_steps += 1
         if self._journal_file is not None and self._journal_file.is_due():
-            journal = self._room.journal()
+            journal = room.journal()
             self._write(lambda file: file.write(journal))
         if self._view is not None:
-            self._view.update(self._room)
+            self._view.update(room)
 
     def _write(self, write: Callable[[JournalFile], None]) -> None:
         if self._journal_file is None:
