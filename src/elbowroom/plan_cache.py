@@ -114,7 +114,7 @@ class PlanCache:
         """
         times = self.planner.times
         better = times.find_better(entry.planned.plan)
-        if better is None or entry.source is not Source.MEASURED:
+        if better is None or entry.is_short or entry.source is not Source.MEASURED:
             return
         entry.lost_seconds += record.stall_seconds + entry.planned.moving_seconds
         if entry.lost_seconds >= times.expect(better):
