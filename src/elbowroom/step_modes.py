@@ -73,7 +73,8 @@ class StepModes:
         self.sliced_ops = sliced_ops
         self._between_steps = BetweenSteps(ledger, pager)
         replicas = find_replicas(job.model)
-        self._gradients, self._buckets = ReplicaGradients(replicas, pager), GradientBuckets(replicas, ledger)
+        self._gradients = ReplicaGradients(replicas, pager)
+        self._buckets = GradientBuckets(replicas, ledger)
         self._first_updates = FirstUpdates(job.optimizers)
         self.agreed = agreed
         self._schedule = CaptureSchedule()
