@@ -13,7 +13,7 @@ SEARCH = "auto"
 """The default strategy."""
 
 BRIEF = "auto:effort=0.1"
-"""The same with little effort. Near the smallest budget its steps may take half as long again, else hardly longer."""
+"""The same with little effort. Near the smallest budget its steps may take nearly twice as long, else hardly longer."""
 
 QUICK = "tensile"
 """Strategy for a kind of step whose steps have not lost as much time as a brief search takes."""

@@ -24,9 +24,11 @@ class GradientBuckets:
 
     def __init__(self, replicas: Sequence[Any], ledger: Ledger) -> None:
         self._scope = ledger.scope
-        self._first = [] if self._scope is None else [each for each in replicas if not each._has_rebuilt_buckets]
+        if self._scope is None:  # the allocator of a card counts them
+            replicas = ()
+        self._first = [each for each in replicas if not each._has_rebuilt_buckets]
         self._nbytes = {id(each): count_unknown_bytes(each) for each in replicas}
-        if self._scope is not None:
+        if self._nbytes:
             self._scope.expect(sum(self._nbytes.values()))
 
     def look(self) -> None:
