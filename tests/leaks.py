@@ -45,6 +45,15 @@ def make_profile() -> HardwareProfile:
     )  # fmt: skip
 
 
+def list_threads(prefix: str = "elbowroom-") -> list[str]:
+    """Names of the threads of Elbowroom that run.
+
+    Python also lists, for good, a thread that died for want of memory before it began.
+    """
+    running = [thread.name for thread in threading.enumerate() if thread.is_alive()]
+    return [name for name in running if name.startswith(prefix)]
+
+
 class Leaks:
     """What Elbowroom may leave behind in a process, seen from outside of it."""
 
@@ -57,9 +66,8 @@ class Leaks:
 
     def find(self) -> dict[str, list[str]]:
         """Everything that is there now, by kind."""
-        running = [thread.name for thread in threading.enumerate() if thread.is_alive()]  # others never began
         found = {
-            "threads": [name for name in running if name.startswith("elbowroom-")],
+            "threads": list_threads(),
             "spill files": list_nameless_files(),
         }
         torch = sys.modules.get("torch")

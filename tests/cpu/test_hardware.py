@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
-import threading
 import time
 import types
 
@@ -19,6 +18,7 @@ from elbowroom.hardware.probe import probe
 from elbowroom.hardware.timing import median_seconds
 from elbowroom.ir import files
 from elbowroom.ir.hardware import HardwareProfile
+from tests.leaks import list_threads
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ class Probed:
         self.seconds = time.perf_counter() - begun
         self.random_moved = not torch.equal(random, torch.get_rng_state())
         self.open_files = open_files() - before
-        self.threads = [thread.name for thread in threading.enumerate() if "elbowroom" in thread.name]
+        self.threads = list_threads()
 
 
 def open_files() -> set[str]:
@@ -174,7 +174,7 @@ def test_drag_is_the_time_lost_per_byte() -> None:
         return 1000
 
     def compute() -> None:
-        beside = any("elbowroom" in thread.name for thread in threading.enumerate())
+        beside = bool(list_threads())
         time.sleep(0.03 if beside else 0.01)
 
     # 20 ms lost while some 25 moves of 1000 bytes are made.
@@ -188,7 +188,7 @@ def test_an_error_while_moving_is_not_swallowed() -> None:
 
     with pytest.raises(OSError, match="the disk is gone"):
         links.measure_drag(fail, lambda: None, CPU)
-    assert not [thread for thread in threading.enumerate() if "elbowroom" in thread.name]
+    assert not list_threads()
 
 
 def test_bytes_come_back_as_they_went(tmp_path: pathlib.Path) -> None:

@@ -25,6 +25,7 @@ from elbowroom.plan_cache import STEPS_THAT_SET_THE_PACE
 from elbowroom.planner.plain import EVERYTHING_FITS
 from elbowroom.planner.problem import pose
 from elbowroom.simulator.planned import PreparedTrace
+from tests.leaks import list_threads
 
 WIDTH, LAYERS = 64, 6
 Step = Callable[..., torch.Tensor]
@@ -330,7 +331,7 @@ def test_nothing_when_nothing_is_needed(profile: HardwareProfile) -> None:
                 attached = (
                     torch._C._autograd._top_saved_tensors_default_hooks(False),
                     torch._C._is_key_in_tls("elbowroom.watchers"),
-                    [each for each in threading.enumerate() if each.name.startswith("elbowroom")],
+                    list_threads(),
                 )
                 step(index)
             if room.journal().steps[-1].mode is Mode.PLAIN:

@@ -23,6 +23,7 @@ from elbowroom.runtime.spill_queue import SpillJob
 from elbowroom.runtime.transfers import SpillCopy, ThreadTransfers
 from elbowroom.tiers.disk import SpillFile
 from tests.fake_streams import Program, pattern
+from tests.leaks import list_threads
 
 
 def make_storage(number: int, nbytes: int) -> torch.UntypedStorage:
@@ -34,8 +35,8 @@ def holds(storage: torch.UntypedStorage, number: int) -> bool:
     return bool(torch.equal(found, pattern(number, storage.nbytes())))
 
 
-def our_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "elbowroom-transfers"]
+def our_threads() -> list[str]:
+    return list_threads("elbowroom-transfers")
 
 
 def open_files() -> list[str]:

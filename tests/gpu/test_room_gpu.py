@@ -25,6 +25,7 @@ from elbowroom.ir.hardware import HardwareProfile, Link, Rate, Tier
 from elbowroom.ir.journal import Mode
 from elbowroom.planner.problem import pose
 from elbowroom.room import Room
+from tests.leaks import list_threads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -243,7 +244,7 @@ def test_nothing_is_left_after_detach(machine: HardwareProfile) -> None:
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
     assert host.slab_bytes == host.pinned_bytes == host.block_bytes == 0
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("elbowroom-")]
+    assert not list_threads()
 
 
 def test_a_step_of_another_shape_drifts_and_goes_on(machine: HardwareProfile) -> None:
