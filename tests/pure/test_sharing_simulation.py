@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elbowroom._family import names
 from elbowroom.errors import ElbowroomError, UsageError
 from elbowroom.sharing import policies
-from elbowroom.sharing.demand import Demand, FrontPoint, list_hull, make_front
+from elbowroom.sharing.demand import Demand, FrontPoint, make_front
 from elbowroom.sharing.job_list import Evaluation, JobList, load_job_list, read_job_list
 from elbowroom.sharing.policies.fair import allot as allot_fairly
 from elbowroom.sharing.policies.marginal import allot as allot_marginally
@@ -157,11 +157,6 @@ def test_bytes_go_where_they_gain_most() -> None:
     assert allot_marginally([keen, flat], 60) == {0: 50, 1: 10}
     assert allot_marginally([dataclasses.replace(keen, weight=0.01), flat], 60) == {0: 10, 1: 50}
     assert allot_fairly([keen, flat], 60) == {0: 30, 1: 30}
-    assert list_hull(demand(0, [(10, 2.0, 0.0), (20, 1.9, 0.0), (30, 1.0, 0.0)]), (0, 0.0)) == [
-        (0, 0.0),
-        (10, 0.5),
-        (30, 1.0),
-    ]
 
 
 def test_a_busy_device_runs_fewer_jobs_that_repeat_nothing() -> None:

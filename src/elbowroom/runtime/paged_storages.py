@@ -44,7 +44,7 @@ class PagedStorages:
         slicing: held while an op runs in slices, and reads and writes what is away; nothing is restored meanwhile by
             other threads. The lock of the step is acquired before it.
         lock: never held while memory is requested, since a thread that makes room takes it.
-        offloaded_bytes, reloaded_bytes, dropped_bytes: moved so far; dropped without a copy, since one existed.
+        offloaded_bytes, reloaded_bytes: moved so far.
         unwritten: storages that ops in slices are still to write.
         refusal: why a storage stayed that should have left; "" if none did.
     """
@@ -63,7 +63,6 @@ class PagedStorages:
         self.slicing = make_lock()
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
-        self.dropped_bytes = 0
         self.refusal = ""
 
     @undisturbed
@@ -155,9 +154,7 @@ class PagedStorages:
             if storage is None or is_shared(storage):
                 continue
             try:
-                if not self._needs_copy(record):
-                    self.dropped_bytes += record.nbytes
-                elif not self._begin_copy(record, storage):
+                if self._needs_copy(record) and not self._begin_copy(record, storage):
                     continue
                 begun.append(record)
             except TierError as error:

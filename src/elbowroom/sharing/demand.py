@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -141,22 +140,3 @@ def list_required(demands: Sequence[Demand], capacity_bytes: int) -> list[Demand
     """
     required = [each for each in sort_by_turn(demands) if each.is_protected or each.is_due]
     return admit_in_order(required, capacity_bytes, skips=False)
-
-
-def list_hull(demand: Demand, begin: tuple[int, float]) -> list[tuple[int, float]]:
-    """Return the upper concave hull of (bytes, pace) from `begin` on, `begin` included."""
-    hull = [begin]
-    fastest = demand.front[-1].step_seconds
-    for point in demand.front:
-        if point.nbytes <= begin[0]:
-            continue
-        pace = fastest / point.step_seconds if point.step_seconds else 1.0
-        while len(hull) > 1 and find_gain(hull[-1], (point.nbytes, pace)) >= find_gain(hull[-2], hull[-1]):
-            hull.pop()
-        hull.append((point.nbytes, pace))
-    return [hull[0], *(after for before, after in itertools.pairwise(hull) if after[1] > before[1])]
-
-
-def find_gain(begin: tuple[int, float], end: tuple[int, float]) -> float:
-    """Return the gain in pace a byte between two points of (bytes, pace)."""
-    return (end[1] - begin[1]) / (end[0] - begin[0])
