@@ -30,11 +30,7 @@ class DeviceLedger(CudaLedger):
         self.refusals = 0
         self.lifts = 0
         super().__init__(device)
-        library.load().replace_device_counts(self._count, self.memory.scope.reset_peak)
-
-    def _count(self) -> tuple[int, int, int, int]:
-        live_bytes, peak_bytes = self.memory.live_bytes, self.memory.scope.peak_bytes
-        return live_bytes, peak_bytes, live_bytes, peak_bytes
+        library.load().replace_device_counts(self.memory.scope)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         self.memory.adopt(tensors)

@@ -111,6 +111,7 @@ class CapturedSteps:
             return
         self._schedule.note_success()
         cache.entries[0].calls = calls
+        cache.entries[0].note_measured(record)
         if self._sliced_ops.has_run:
             cache.entries[0].op_bytes = OpBytes.ESTIMATED
 
@@ -121,6 +122,7 @@ class CapturedSteps:
             is_followed: whether it followed the plan of the entry.
         """
         entry.measured_steps += 1
+        entry.note_measured(record)
         # Ops of the block beyond the captured step (logging its loss, for example) do not matter.
         trace = entry.planned.trace
         measured = capture.measure(trace, record.seconds, record.stall_seconds) if is_followed else None

@@ -280,9 +280,9 @@ class PlanCache:
         """Correct the forecast time of later steps by the measured time of the first planned ones.
 
         If two steps in a row differ from the prediction by more than 30 %, and all such steps together by as much time
-        as planning takes, the next ones are measured op by op. The first ones may be faster than predicted, since a
-        captured step runs in cold memory; after them the corrected forecast is the prediction. Where the host does not
-        wait for ops, its time only tells when it sets the pace.
+        as measuring and planning take, the next ones are measured op by op. The first ones may be faster than
+        predicted, since a captured step runs in cold memory; after them the corrected forecast is the prediction. Where
+        the host does not wait for ops, its time only tells when it sets the pace.
         """
         waits = self.planner.device.type == "cpu"
         seconds = record.seconds - record.stall_seconds
@@ -294,8 +294,9 @@ class PlanCache:
             if len(entry.busy_seconds) == 1:
                 return  # it ran with cold caches, allocator and spill file
         planning_seconds = self.planner.times.expect(entry.planned.plan.strategy, 0.0)
+        cost_seconds = planning_seconds + STEPS_MEASURED_AGAIN * entry.measuring_seconds
         if waits and entry.check.fails(
-            seconds, entry.predicted_seconds, only_slower=not is_settled, planning_seconds=planning_seconds
+            seconds, entry.predicted_seconds, only_slower=not is_settled, cost_seconds=cost_seconds
         ):
             if entry.planned.is_plain:  # planning again would change nothing
                 entry.busy_seconds.clear()

@@ -9,6 +9,7 @@ from collections import Counter
 from elbowroom.cost.prediction_check import PredictionCheck
 from elbowroom.hooks.input_guard import Inputs
 from elbowroom.ir.costs import Measurements
+from elbowroom.ir.journal import StepRecord
 from elbowroom.ir.timeline import Activity
 from elbowroom.planned_step import PlannedStep
 
@@ -52,6 +53,7 @@ class PlanCacheEntry:
         activities: copies, waits and replays of the last step of this kind.
         is_seen: whether this room has run such a step; another room's may belong to another model.
         lost_seconds: that a better plan might have saved.
+        measuring_seconds: that the last step measured op by op took longer than predicted.
         is_proven: whether a step has followed the current plan to its end, within the budget.
         op_bytes: of the costs.
         is_short: whether steps need more than any plan has room for, when ops run as a whole. They follow the current
@@ -72,6 +74,7 @@ class PlanCacheEntry:
     activities: tuple[Activity, ...] = ()
     is_seen: bool = True
     lost_seconds: float = 0.0
+    measuring_seconds: float = 0.0
     is_proven: bool = False
     op_bytes: OpBytes = OpBytes.MEASURED
     is_short: bool = False
@@ -106,6 +109,10 @@ class PlanCacheEntry:
         self.busy_seconds.clear()
         self.activities = ()
         self.is_proven = self.is_short = False
+
+    def note_measured(self, record: StepRecord) -> None:
+        """Note how much longer a step took because its ops were measured."""
+        self.measuring_seconds = max(0.0, record.seconds - record.stall_seconds - self.predicted_seconds)
 
     def is_usual(self, inputs: Inputs, count: int) -> bool:
         """Return True if steps of this kind call the model this often with these shapes, or if no call was observed."""

@@ -135,9 +135,9 @@ def test_only_repeated_differences_count_and_ever_fewer_of_them() -> None:
     assert sum(noisy) == 7, "4, 8, 16, ... steps in a row"
 
 
-def test_planning_again_waits_until_it_takes_no_longer_than_what_was_off() -> None:
+def test_measuring_again_waits_until_it_takes_no_longer_than_what_was_off() -> None:
     check = PredictionCheck()
-    fails = [check.fails(seconds, 1.0, planning_seconds=10.0) for seconds in (2.0,) * 5 + (1.0,) + (2.0,) * 16]
+    fails = [check.fails(seconds, 1.0, cost_seconds=10.0) for seconds in (2.0,) * 5 + (1.0,) + (2.0,) * 16]
     assert [index for index, each in enumerate(fails) if each] == [10, 20], "ten steps are off by ten seconds"
 
 

@@ -33,19 +33,19 @@ class PredictionCheck:
         self._seconds_off = 0.0
 
     def fails(
-        self, seconds: float, predicted_seconds: float, *, only_slower: bool = False, planning_seconds: float = 0.0
+        self, seconds: float, predicted_seconds: float, *, only_slower: bool = False, cost_seconds: float = 0.0
     ) -> bool:
         """Record a step. Return True if op times should be measured again; for other arguments see `is_off`.
 
         Args:
-            planning_seconds: that planning the step again would take. Steps have to be off by as much in total.
+            cost_seconds: that measuring and planning the step again takes. Steps have to be off by as much in total.
         """
         if not is_off(seconds, predicted_seconds, only_slower=only_slower):
             self._steps_off = 0
             return False
         self._steps_off += 1
         self._seconds_off += abs(seconds - predicted_seconds)
-        if self._steps_off < self._patience or self._seconds_off < planning_seconds:
+        if self._steps_off < self._patience or self._seconds_off < cost_seconds:
             return False
         self._steps_off = 0
         self._seconds_off = 0.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elbowroom.hooks.ledger import Ledger
-from elbowroom.hooks.storage_ids import get_plain_storage
+from elbowroom.native import library
 
 
 class GradientBuckets:
@@ -47,6 +47,5 @@ def count_unknown_bytes(replica: Any) -> int:
     nbytes -= sum(int(each.nbytes) for each, is_sparse in zip(parameters, are_sparse, strict=True) if is_sparse)
     if replica.gradient_as_bucket_view:
         gradients = [each.grad for each in parameters if each.grad is not None]
-        storages = [storage for each in gradients if (storage := get_plain_storage(each)) is not None]
-        nbytes -= sum({each._cdata: each.nbytes() for each in storages}.values())
+        nbytes -= library.load().count_storage_bytes(gradients)
     return max(0, nbytes)

@@ -17,7 +17,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooked
 
-from elbowroom.hooks.storage_ids import PLAIN_TENSORS, get_any_storage, unwrap
+from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
+from elbowroom.native import library
 from elbowroom.ops.update_marks import begin_update, end_update
 
 PER_PARAMETER = frozenset(
@@ -129,7 +130,7 @@ class GroupedStep:
         So a tier that fails does so before anything is changed.
         """
         used = self._list_used(slices)
-        if not self._may_hold(_count_storages(used)):
+        if not self._may_hold(library.load().count_storage_bytes(used)):
             used = []
         begin_update(used)  # as an op, so that plans bring it back, and keep it
         held = self._hold(used)
@@ -140,17 +141,20 @@ class GroupedStep:
         end_update(used)
 
     def _list_used(self, slices: Slices) -> list[torch.Tensor]:
-        """List some parameters, their gradients and their state, as far as these are on the same device."""
-        used: list[torch.Tensor] = []
+        """List some parameters, their gradients and their state, as far as these are on the parameters' device."""
+        parameters = list(itertools.chain.from_iterable(slices))
         state = self._optimizer.state
-        for parameter in itertools.chain.from_iterable(slices):
-            listed = [each for each in state.get(parameter, {}).values() if isinstance(each, torch.Tensor)]
-            listed += [parameter] if parameter.grad is None else [parameter, parameter.grad]
-            if not PLAIN_TENSORS.issuperset(map(type, listed)):
-                listed = [part for each in listed for part in unwrap(each)]
-            device = parameter.device
-            used += [each for each in listed if each.device == device and each.layout is torch.strided]
-        return used
+        listed: list[torch.Tensor] = []
+        for parameter in parameters:
+            if state and (own := state.get(parameter)):
+                listed += [each for each in own.values() if isinstance(each, torch.Tensor)]
+            listed.append(parameter)
+            if (gradient := parameter.grad) is not None:
+                listed.append(gradient)
+        if not PLAIN_TENSORS.issuperset(map(type, listed)):
+            listed = [part for each in listed for part in unwrap(each)]
+        device = parameters[0].device if parameters else None  # of all parameters (`is_uniform`)
+        return [each for each in listed if each.device == device and each.layout is torch.strided]
 
     @contextlib.contextmanager
     def _restricted(self, slices: Slices) -> Iterator[None]:
@@ -177,11 +181,6 @@ def _without_hooks(owner: Any, *names: str) -> Iterator[None]:
     finally:
         for name, hooks in zip(names, kept, strict=True):
             setattr(owner, name, hooks)
-
-
-def _count_storages(tensors: Sequence[torch.Tensor]) -> int:
-    storages = [home for each in tensors if (home := get_any_storage(each)) is not None]
-    return sum({each._cdata: each.nbytes() for each in storages}.values())
 
 
 def cut(optimizer: Optimizer, group_bytes: int) -> Iterator[Slices]:

@@ -57,6 +57,17 @@ StateUses use_all(const StateTable& table, const py::sequence& tensors) {
   return found;
 }
 
+// Bytes of the storages of tensors, each counted once.
+int64_t count_storage_bytes(const py::sequence& tensors) {
+  std::unordered_set<const c10::StorageImpl*> seen;
+  int64_t nbytes = 0;
+  for (const py::handle each : tensors) {
+    const c10::StorageImpl* const storage = find_storage(THPVariable_Unpack(each.ptr()));
+    if (storage != nullptr && seen.insert(storage).second) nbytes += static_cast<int64_t>(storage->nbytes());
+  }
+  return nbytes;
+}
+
 py::list list_unknown(const StateTable& table, const py::sequence& tensors, int64_t least_bytes) {
   py::list found;
   for (const py::handle each : tensors) {
@@ -156,6 +167,8 @@ void bind_state(py::module_& module) {
       .def_property_readonly("former_events", &StateTable::former_events);
   module.def("limit_lists", &StateTable::set_most_bytes, py::arg("most_bytes"),
       "Have ops over lists of tensors run over parts of the lists with at most so many bytes each.");
+  module.def("count_storage_bytes", &count_storage_bytes, py::arg("tensors"),
+      "Return the bytes of the storages of tensors, each counted once.");
   module.def("is_any_state_managed", &StateTable::is_any_managed);
   module.def("run_with_state", &run_with_state, py::arg("inputs"), py::arg("written"), py::arg("call"));
   py::class_<StateUse>(module, "StateUse", "Brings a storage back, and keeps it in memory for as long as this object lives.")

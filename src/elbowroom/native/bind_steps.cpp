@@ -293,6 +293,17 @@ void bind_watch(py::module_& module) {
         replace_device_counts(count_bytes, reset);
       },
       py::arg("count"), py::arg("reset_peaks"), "Set functions that count, as `count_device_bytes` does, and that reset the peaks, instead of the device's allocator; None to unset.");
+  module.def(
+      "replace_device_counts",
+      [](Scope& scope) {  // which is never freed
+        replace_device_counts(
+            [&scope] {
+              const int64_t live = scope.live_bytes(), peak = scope.peak_bytes();
+              return DeviceBytes{live, peak, live, peak};
+            },
+            [&scope] { scope.reset_peak(); });
+      },
+      py::arg("scope"), "Count the bytes of a scope instead of the device's allocator, as if it reserved no more.");
   const auto find_kept = [](const std::string& device, PeakReader reader) {
     const DevicePeaks found = find_kept_peaks(c10::Device(device), reader);
     return std::array{found.allocated, found.reserved};

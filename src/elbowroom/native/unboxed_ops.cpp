@@ -248,6 +248,11 @@ void watch_unboxed(torch::Library& library) {
 
 }  // namespace
 
+// Kernels of the marks of `ops/update_marks.py`.
+TORCH_LIBRARY_IMPL(elbowroom, CompositeExplicitAutograd, library) {
+  for (const char* const mark : {"begin_update", "end_update"}) library.impl(mark, [](at::TensorList) {});
+}
+
 // None of these takes a device argument or writes to a list of tensors.
 TORCH_LIBRARY_IMPL(aten, Fake, library) {
   namespace ops = at::_ops;

@@ -11,14 +11,8 @@ import torch
 
 _LIBRARY = torch.library.Library("elbowroom", "DEF")
 
-
-def _do_nothing(tensors: Sequence[torch.Tensor]) -> None:
-    pass
-
-
 for _name in ("begin_update", "end_update"):
-    _LIBRARY.define(f"{_name}(Tensor[] tensors) -> ()")
-    _LIBRARY.impl(_name, _do_nothing, "CompositeExplicitAutograd")
+    _LIBRARY.define(f"{_name}(Tensor[] tensors) -> ()")  # kernels: in `native/unboxed_ops.cpp`
 
 
 def begin_update(tensors: Sequence[torch.Tensor]) -> None:

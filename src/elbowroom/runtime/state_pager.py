@@ -328,8 +328,7 @@ class StatePager:
         held = self.storages.table.use(tensors)
         if self.follows_plan and not self.storages.refusal:
             return held
-        storages = [storage for each in tensors if (storage := get_plain_storage(each)) is not None]
-        nbytes = sum({each._cdata: each.nbytes() for each in storages}.values())
+        nbytes = self._native.count_storage_bytes(tensors)
         missing_bytes = self._ledger.live_bytes + nbytes - (self.budget_bytes or 0)
         if missing_bytes > 0 and not self.follows_plan:
             self.make_room(missing_bytes)
