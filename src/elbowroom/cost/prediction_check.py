@@ -38,13 +38,15 @@ class PredictionCheck:
         """Record a step. Return True if op times should be measured again; for other arguments see `is_off`.
 
         Args:
-            cost_seconds: that measuring and planning the step again takes. Steps have to be off by as much in total.
+            cost_seconds: that measuring and planning the step again takes. Steps have to be off by as much in total, and
+                by twice as much each time.
         """
         if not is_off(seconds, predicted_seconds, only_slower=only_slower):
             self._steps_off = 0
             return False
         self._steps_off += 1
         self._seconds_off += abs(seconds - predicted_seconds)
+        cost_seconds *= self._patience // FIRST_PATIENCE
         if self._steps_off < self._patience or self._seconds_off < cost_seconds:
             return False
         self._steps_off = 0
