@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from elbowroom._family import get
@@ -23,6 +25,7 @@ from elbowroom.hooks.sharded import find_sharded, is_sharded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
 from elbowroom.ir.unused_state import leave_out_unused_state
+from elbowroom.native import library
 from elbowroom.planner.comparison.smallest_budget import find_smallest
 from elbowroom.planner.options import Manages, find_managed, find_strategy
 from elbowroom.planner.problem import pose
@@ -197,8 +200,7 @@ def _grouping(
     model: torch.nn.Module, optimizers: tuple[Optimizer, ...], memory_budget: int | float | str, device: torch.device
 ) -> contextlib.AbstractContextManager[None]:
     budget_bytes = parse_budget(memory_budget, device)
-    storages = (each.untyped_storage() for each in list_resident_tensors(model, optimizers))
-    held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
+    held_bytes = library.load().count_storage_bytes(list_resident_tensors(model, optimizers))
     if not may_leave(COMING * held_bytes, budget_bytes):
         return contextlib.nullcontext()
     return grouping(optimizers, budget_bytes)
@@ -226,8 +228,8 @@ def find_device(model: torch.nn.Module) -> torch.device:
     """Return the one device of a model's parameters.
 
     Raises:
-        UsageError: `model` has no parameters, is on several devices or on one that is neither CPU nor CUDA, or is
-            sharded.
+        UsageError: `model` has no parameters or some without a shape, is on several devices or on one that is neither
+            CPU nor CUDA, or is sharded.
     """
     if sharded := find_sharded(model):
         raise UsageError(
@@ -241,6 +243,11 @@ def find_device(model: torch.nn.Module) -> torch.device:
             if devices
             else "the model has no parameters, so there is nothing to train"
         )
+    if any(
+        isinstance(each, (UninitializedParameter, UninitializedBuffer))
+        for each in itertools.chain(model.parameters(), model.buffers())
+    ):
+        raise UsageError("the model has parameters without a shape (lazy modules): run one forward pass before fit")
     device = torch.device(devices[0])
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"the model is on {device}; Elbowroom manages the memory of CPUs and CUDA devices")

@@ -7,8 +7,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from elbowroom.agreed_plans import AgreedPlans
 from elbowroom.captured_steps import CapturedSteps
 from elbowroom.errors import Infeasible, TraceError
@@ -18,6 +16,7 @@ from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.unsharded_weights import note_gathered_weights
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.job import Job
+from elbowroom.native import library
 from elbowroom.plan_cache import PlanCache
 from elbowroom.ranks.ranks import Ranks, find_members, join_ranks
 from elbowroom.runtime.state_pager import StatePager
@@ -43,9 +42,7 @@ def join_job(job: Job, ledger: Ledger, budget_bytes: int, *, is_alone: bool) -> 
 
 def probe_within(job: Job, ledger: Ledger, budget_bytes: int) -> HardwareProfile:
     """Return the profile of this machine, measured using only memory that the budget leaves beside the model."""
-    storages = (each.untyped_storage() for each in job.list_residents() if each.layout is torch.strided)
-    held_bytes = sum({each._cdata: each.nbytes() for each in storages}.values())
-    most_bytes = max(0, budget_bytes - held_bytes)
+    most_bytes = max(0, budget_bytes - library.load().count_storage_bytes(job.list_residents()))
     config = job.config
     profile = load_or_probe(
         str(job.device), spill_folder=config.spill_folder, most_bytes=most_bytes, is_enabled=config.profile_store

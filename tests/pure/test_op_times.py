@@ -138,7 +138,7 @@ def test_only_repeated_differences_count_and_ever_fewer_of_them() -> None:
 def test_measuring_again_waits_until_it_takes_no_longer_than_what_was_off() -> None:
     check = PredictionCheck()
     fails = [check.fails(seconds, 1.0, cost_seconds=10.0) for seconds in (2.0,) * 5 + (1.0,) + (2.0,) * 30]
-    assert [index for index, each in enumerate(fails) if each] == [10, 30], "10 and 20 steps are off by 10 and 20 seconds"
+    assert [index for index, each in enumerate(fails) if each] == [10, 30], "ten and twenty seconds off"
 
 
 def test_recordings_are_smoothed_without_replays() -> None:

@@ -38,8 +38,8 @@ class PredictionCheck:
         """Record a step. Return True if op times should be measured again; for other arguments see `is_off`.
 
         Args:
-            cost_seconds: that measuring and planning the step again takes. Steps have to be off by as much in total, and
-                by twice as much each time.
+            cost_seconds: that measuring and planning the step again takes. Steps have to be off by as much in total,
+                and by twice as much each time.
         """
         if not is_off(seconds, predicted_seconds, only_slower=only_slower):
             self._steps_off = 0

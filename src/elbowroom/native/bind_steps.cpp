@@ -43,7 +43,7 @@ void mark_staying(StorageTable& table, const py::list& tensors, const std::strin
   for (const py::handle each : tensors) {
     if (!THPVariable_Check(each.ptr())) throw py::type_error("a tensor is expected");
     const at::Tensor& tensor = THPVariable_Unpack(each.ptr());
-    if (tensor.device().type() != type || tensor.layout() != c10::kStrided) continue;
+    if (tensor.device().type() != type || find_storage(tensor) == nullptr) continue;
     const std::lock_guard<std::mutex> guard(table.mutex);
     table.see(tensor.storage())->is_staying = true;
   }

@@ -2,17 +2,52 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <sstream>
-#include <tuple>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 
 namespace elbowroom {
 
 namespace {
+
+// An op with the sizes of its arguments.
+struct SizedOpView {
+  std::string_view op;
+  int64_t nbytes;
+  size_t shapes;
+};
+
+struct SizedOp {
+  std::string op;
+  int64_t nbytes;
+  size_t shapes;
+
+  operator SizedOpView() const { return {op, nbytes, shapes}; }  // NOLINT: so that views are found without a copy
+};
+
+struct Hash {
+  using is_transparent = void;
+
+  size_t operator()(const SizedOpView& each) const {
+    const size_t sizes = c10::hash_combine(static_cast<size_t>(each.nbytes), each.shapes);
+    return c10::hash_combine(std::hash<std::string_view>()(each.op), sizes);
+  }
+};
+
+struct Equal {
+  using is_transparent = void;
+
+  bool operator()(const SizedOpView& one, const SizedOpView& other) const {
+    return one.op == other.op && one.nbytes == other.nbytes && one.shapes == other.shapes;
+  }
+};
 
 constexpr size_t MOST_KNOWN = 1 << 16;
 
@@ -21,7 +56,7 @@ std::function<void()> reset_replacement;  // NOLINT: likewise
 std::mutex peaks_mutex;
 std::map<std::pair<c10::DeviceIndex, PeakReader>, DevicePeaks> kept_peaks;  // NOLINT
 std::mutex growth_mutex;
-std::map<std::tuple<std::string, int64_t, size_t>, Growth> growth;  // NOLINT: by op and sizes of its arguments
+std::unordered_map<SizedOp, Growth, Hash, Equal> growth;  // NOLINT
 
 }  // namespace
 
@@ -80,7 +115,7 @@ int64_t count_taken(const DeviceBytes& before, const DeviceBytes& after) {
 
 std::optional<Growth> find_growth(const std::string& op, const Sizes& sizes) {
   const std::lock_guard<std::mutex> guard(growth_mutex);
-  const auto found = growth.find({op, sizes.nbytes, sizes.shapes});
+  const auto found = growth.find(SizedOpView{op, sizes.nbytes, sizes.shapes});
   return found == growth.end() ? std::nullopt : std::optional(found->second);
 }
 
@@ -90,7 +125,7 @@ void note_growth(
   const int64_t taken = std::max(count_taken(before, after), after.live + requested - before.live);
   const std::lock_guard<std::mutex> guard(growth_mutex);
   if (growth.size() >= MOST_KNOWN) growth.clear();
-  Growth& known = growth[{op, sizes.nbytes, sizes.shapes}];
+  Growth& known = growth[SizedOp{op, sizes.nbytes, sizes.shapes}];
   known.nbytes = std::max(known.nbytes, taken);
   known.is_whole |= requested == 0;
 }

@@ -48,7 +48,10 @@ at::Tensor SavedView::release(at::Tensor empty) {
 at::Tensor SavedView::make(const c10::Storage& storage) const {
   const HiddenOps hidden;
   at::Tensor made = at::empty({0}, tensor_.options());
-  return made.set_(storage, offset_, sizes_, strides_);
+  c10::TensorImpl* const impl = made.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(storage);  // `set_` reads the address, of bytes that may be away
+  impl->set_sizes_and_strides(sizes_, strides_, offset_);
+  return made;
 }
 
 }  // namespace elbowroom

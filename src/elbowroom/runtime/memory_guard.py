@@ -10,6 +10,7 @@ import torch
 
 from elbowroom.errors import Infeasible
 from elbowroom.hooks.exposed_memory import is_shared
+from elbowroom.hooks.storage_ids import get_any_storage
 from elbowroom.ir.actions import Action
 from elbowroom.ir.events import PressureRaised
 from elbowroom.residency.online import AHEAD
@@ -128,7 +129,7 @@ class MemoryGuard:
         """Return the error for an allocation: a lower bound, since what comes after it is not known."""
         listed = self._list_residents() if may_look(self._thread) else []
         residents = [each for each in listed if each.device.type == self._device.type]
-        storages = [each.untyped_storage() for each in residents if each.layout is torch.strided]
+        storages = [storage for each in residents if (storage := get_any_storage(each)) is not None]
         here = [each for each in storages if self._pager is None or not self._pager.is_away(each)]
         blocks = {id(each): self._state.storages.round_up(each.nbytes()) for each in here}
         state_bytes = sum(blocks.values())

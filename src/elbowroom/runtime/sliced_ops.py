@@ -122,6 +122,8 @@ class SlicedOps(TorchDispatchMode):
             return key in self._sizes
         if not isinstance(refusal, NO_ROOM) or name not in list_rules():
             return False
+        if any(each.layout is not torch.strided for each in tensors):
+            return False
         if self._is_exact and self._pager.storages.table.has_misaligned(tensors):  # cuts are probed on aligned memory
             return False
         refusal.__context__ = refusal.__cause__ = None  # their frames hold tensors, as its own do

@@ -119,4 +119,4 @@ def explain_no_needs() -> str:
     """Return why a captured step needs no saved tensors."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "saved-tensor hooks of the program come first, so that there is nothing to plan"
-    return "no backward() ran inside of room.step(), so there is nothing to plan"
+    return "no backward() of a forward pass inside of the same room.step() ran there, so there is nothing to plan"
