@@ -259,6 +259,12 @@ void bind_watch(py::module_& module) {
           "Have an object run ops in slices that are refused memory; `wants` is asked about these, and beforehand about "
           "ops whose tensor arguments take at least so many bytes.")
       .def("stop_recording", &OpWatch::pass)
+      .def("note_results", &OpWatch::note_results, py::arg("least_bytes"), "Note results of at least so many bytes, from now on.")
+      .def("list_results", [](const OpWatch& watch) {
+            py::list found;
+            for (const c10::Storage& each : watch.list_results()) found.append(wrap(each));
+            return found;
+          }, "Return the storages of results that ops have made, as far as they are still there and may leave in place.")
       .def("restore_limit", &OpWatch::restore_limit, "Have a device's allocator limit requests, unless an op runs that must not be refused any.")
       .def("run_region", &run_region, py::arg("name"), py::arg("inputs"), py::arg("written"), py::arg("call"),
           "Run compiled code, which writes to the `written` tensors, as one op, and return the result of `call`.")

@@ -403,6 +403,32 @@ void OpWatch::forget_ops(at::TensorList written) {
   }
 }
 
+void OpWatch::note_result(const at::Tensor& tensor) {
+  if (tensor.layout() != c10::kStrided || tensor.is_nested()) has_opaque_results_ = true;
+  if (!is_plain(tensor, device_)) return;
+  const c10::Storage& storage = tensor.storage();
+  if (static_cast<int64_t>(storage.nbytes()) < noted_bytes_) return;
+  const std::lock_guard<std::mutex> guard(table_->mutex);
+  if (!results_.empty() && results_.back()._unsafe_get_target() == storage.unsafeGetStorageImpl()) return;
+  if (results_.size() >= sweep_results_at_) {
+    std::erase_if(results_, [](const auto& each) { return each.expired(); });
+    sweep_results_at_ = std::max(sweep_results_at_, 2 * results_.size());
+  }
+  results_.push_back(storage.getWeakStorageImpl());
+}
+
+std::vector<c10::Storage> OpWatch::list_results() const {
+  std::vector<c10::Storage> found;
+  if (has_opaque_results_) return found;
+  std::unordered_set<const c10::StorageImpl*> seen;
+  const std::lock_guard<std::mutex> guard(table_->mutex);
+  for (const auto& each : results_) {
+    if (!seen.insert(each._unsafe_get_target()).second) continue;
+    if (auto storage = each.lock()) found.emplace_back(std::move(storage));
+  }
+  return found;
+}
+
 void OpWatch::record(int64_t resting_bytes, int64_t least_bytes) {
   resting_bytes_ = resting_bytes;
   least_bytes_ = least_bytes;

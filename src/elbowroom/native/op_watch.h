@@ -20,6 +20,7 @@
 #include "device_bytes.h"
 #include "recorded_ops.h"
 #include "scope.h"
+#include "state_storages.h"
 #include "storage_records.h"
 
 namespace elbowroom {
@@ -126,6 +127,14 @@ class OpWatch {
   bool is_tight(int64_t nbytes) const { return scope_ != nullptr && scope_->live_bytes() + 2 * nbytes > scope_->limit_bytes(); }
   // Null if no op runs in slices.
   const c10::SafePyObject* slicer() const { return slicer_.get(); }
+  // Notes results of at least so many bytes from now on, while there is managed state: they may have to leave as it does.
+  void note_results(int64_t least_bytes) { noted_bytes_ = least_bytes; }
+  bool notes_results() const { return noted_bytes_ < NEVER && StateTable::is_any_managed() && !is_closed_; }
+  void note_result(const at::Tensor& tensor);
+  // Returns the storages of noted results that are still there, oldest first. None if there is a sparse or nested tensor
+  // among them: it may hold some of the others, and ops that use it do not tell.
+  std::vector<c10::Storage> list_results() const;
+
   // Ends the step: every op passes unwatched.
   void close();
 
@@ -204,6 +213,10 @@ class OpWatch {
   size_t required_ = 0;
   std::shared_ptr<c10::SafePyObject> slicer_;
   std::unordered_map<int64_t, RecordedOpPtr> by_tick_;  // with the table's mutex
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> results_;  // likewise
+  size_t sweep_results_at_ = 256;
+  std::atomic<bool> has_opaque_results_{false};
+  std::atomic<int64_t> noted_bytes_{NEVER};
 };
 
 }  // namespace elbowroom

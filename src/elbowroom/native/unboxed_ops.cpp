@@ -73,6 +73,18 @@ void visit_argument(const c10::List<std::optional<at::Tensor>>& tensors, const V
 template <typename Argument, typename Visit>
 void visit_argument(const Argument&, const Visit&) {}
 
+// The same for the tensors of an op's result.
+template <typename Result, typename Visit>
+void visit_result(const Result& result, const Visit& visit) { visit_argument(result, visit); }
+
+template <typename Visit>
+void visit_result(const std::vector<at::Tensor>& results, const Visit& visit) { visit_argument(at::TensorList(results), visit); }
+
+template <typename... Results, typename Visit>
+void visit_result(const std::tuple<Results...>& results, const Visit& visit) {
+  std::apply([&](const auto&... each) { (visit_argument(each, visit), ...); }, results);
+}
+
 bool is_true(bool value) { return value; }
 
 template <typename Argument>
@@ -188,6 +200,7 @@ struct Unboxed<Op, Result(Arguments...)> {
     Returned<Result> returned;
     returned = run_with_state(kind, thread, run, arguments...);
     watch.move_state(count.position, false);  // what the op has used is free to leave by now
+    if (watch.notes_results()) visit_result(*returned.value, [&](const at::Tensor& each) { watch.note_result(each); });
     return returned.get();
   }
 

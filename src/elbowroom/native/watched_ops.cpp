@@ -413,7 +413,19 @@ void run_sliceable(
 
 }  // namespace
 
-void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+namespace {
+
+void note_results(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const Thread& thread = get_thread();
+  const Watchers* watchers = thread.busy > 0 || !op.hasSchema() ? nullptr : find_watchers(thread);
+  OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native();
+  if (watch == nullptr || !watch->notes_results()) return;
+  for (size_t i = stack.size() - op.schema().returns().size(); i < stack.size(); ++i) {
+    visit_tensors(stack[i], [&](const at::Tensor& each) { watch->note_result(each); });
+  }
+}
+
+void run_once(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   Thread& thread = get_thread();
   thread.moves = nullptr;
   if (thread.has_left) leave_again(thread);
@@ -429,6 +441,13 @@ void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   if (slicing != nullptr && kind != nullptr && kind->uses_memory) run_ops_that_wait(*slicing);
   bool has_begun = false;
   run_whole(op, StateTable::is_any_managed() ? kind : nullptr, keys, stack, has_begun);
+}
+
+}  // namespace
+
+void run_watched(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  run_once(op, keys, stack);
+  if (StateTable::is_any_managed()) note_results(op, *stack);
 }
 
 bool is_key_active() {

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import distributed
 
 from elbowroom.errors import Infeasible
 from elbowroom.hooks.exposed_memory import is_shared
@@ -19,6 +20,7 @@ from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.shortage import note_evidence
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_state import StepState
+from elbowroom.runtime.step_storages import load_native
 from elbowroom.slicing.registry import list_rules
 from elbowroom.units import format_bytes
 
@@ -44,6 +46,7 @@ class MemoryGuard:
         self._thread = threading.get_ident()
         self._ledger = ledger
         self._pager = environment.pager
+        self._native = load_native()
         self._counter = ledger if ledger.scope is None else ledger.scope  # on a CPU without a call of Python
 
     @property
@@ -56,6 +59,8 @@ class MemoryGuard:
         """Have the ledger ask for room, from now on, before a request that goes over the limit of the present phase."""
         phase = self._state.phase
         self._ledger.set_limit(self.limit_bytes, follows_plan=self.is_left_to_plan)
+        if self._pager is not None and phase.has_budget and not phase.follows_plan:
+            self._state.watcher.note_results(self._state.storages.min_bytes)
         if self._ledger.scope is None and phase.has_budget:
             moves_state = self._pager is not None and self._pager.is_active
             if not self.is_left_to_plan or moves_state:
@@ -121,9 +126,34 @@ class MemoryGuard:
                 return actions
             if self.move_state(short_bytes):
                 break
+            if waits and self._move_results(short_bytes):
+                break
             if self._pager is None or not waits or not others.wait():
                 raise self.explain(short_bytes, nbytes, what)
         return []
+
+    def _move_results(self, missing_bytes: int) -> int:
+        """Move out results of ops that only the program or autograd's engine holds. Return the bytes freed.
+
+        They leave in place, as model state does, and come back when an op uses them. The last resort: most are used
+        soon.
+        """
+        if self._pager is None or not self._native.is_any_state_managed():
+            return 0
+        if distributed.is_available() and distributed.is_initialized():  # which reads gradients by their addresses
+            return 0
+        freed_bytes = 0
+        for storage in self._state.watcher.list_results():
+            if self.is_paged(storage) or is_shared(storage) or not storage.resizable():
+                continue
+            record = self._state.storages.table.see(storage).record
+            if record.id >= 0 or record.is_staying:
+                continue
+            record.is_staying = True  # if autograd saves it later, it goes on leaving in place
+            freed_bytes += self._pager.sections.page_out(storage, None)
+            if freed_bytes >= missing_bytes:
+                break
+        return freed_bytes
 
     def explain(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
         """Return the error for an allocation: a lower bound, since what comes after it is not known."""
