@@ -9,6 +9,7 @@ backward and twice backward, also in place where it can, on inputs that only aut
     dynamic        steps that are decided on as they go, with room for everything
     pressed        the same, and at each allocation everything that may leave is offloaded or dropped
     pressed_lru    the same, and everything that may leave is offloaded
+    pressed_all    the same, and model state and all results of ops leave as well
     offload_all    captured steps, and then planned ones in which everything is offloaded
     recompute_all  captured steps, and then planned ones in which everything is computed again
 
@@ -51,10 +52,10 @@ from elbowroom.ir.hardware import HardwareProfile
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.pressure import ask_at_every_request  # noqa: E402
+from tests.pressure import ask_at_every_request, let_everything_go, let_results_go  # noqa: E402
 
-WAYS = ("dynamic", "pressed", "pressed_lru", "offload_all", "recompute_all")
-POLICIES = {"dynamic": "predictive", "pressed": "dtr", "pressed_lru": "lru"}
+WAYS = ("dynamic", "pressed", "pressed_lru", "pressed_all", "offload_all", "recompute_all")
+POLICIES = {"dynamic": "predictive", "pressed": "dtr", "pressed_lru": "lru", "pressed_all": "lru"}
 HUGE = 1 << 40
 LOOKED_AT = 24
 """Samples of an op, of which some are taken."""
@@ -202,7 +203,7 @@ class Sweep:
         self._patch = pytest.MonkeyPatch()
         self._room: Any = None
         if way.startswith("pressed"):
-            ask_at_every_request(self._patch)
+            ask_at_every_request(self._patch, let_results_go if way == "pressed_all" else let_everything_go)
         elif way.endswith("_all"):
             self._patch.setattr(elbowroom.step_planner, "keep_all_if_it_fits", lambda *_: None)
 

@@ -21,6 +21,13 @@ def let_everything_go(runner: StepRunner, nbytes: int) -> None:
     runner._executor.perform(runner._machine.feed(PressureRaised(EVERYTHING, 0)))
 
 
+def let_results_go(runner: StepRunner, nbytes: int) -> None:
+    """The same, and model state and all results of ops that no op uses just now leave as well."""
+    let_everything_go(runner, nbytes)
+    runner._guard.move_state(EVERYTHING)
+    runner._guard._move_results(EVERYTHING)
+
+
 def ask_at_every_request(
     monkeypatch: pytest.MonkeyPatch, make_room: Callable[[StepRunner, int], None] = let_everything_go
 ) -> None:
@@ -35,6 +42,9 @@ def ask_at_every_request(
 
     def begin(runner: StepRunner) -> None:
         runner._guard._ledger.set_limit(0)
+        if make_room is let_results_go:
+            runner._guard._pager._activate()
+            runner.state.watcher.note_results(1)
 
     monkeypatch.setattr(StepRunner, "begin", begin)
     monkeypatch.setattr(StepRunner, "make_room", ask)

@@ -40,7 +40,7 @@ def test_slices_do_not_get_smaller_with_each_step(profile: HardwareProfile, monk
 
     monkeypatch.setattr(SliceSizes, "begin_again", note)
     job = make_with_wide_head()
-    with elbowroom.fit(job.model, job.optimizers, 36_000_000, profile=profile, min_offload_bytes=MIN_BYTES) as room:
+    with elbowroom.fit(job.model, job.optimizers, 34_000_000, profile=profile, min_offload_bytes=MIN_BYTES) as room:
         for index in range(5):
             with room.step():
                 job.step(index)

@@ -1,5 +1,7 @@
 #include "op_watch.h"
 
+#include <ATen/ATen.h>
+#include <ATen/SparseCsrTensorUtils.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
@@ -403,8 +405,29 @@ void OpWatch::forget_ops(at::TensorList written) {
   }
 }
 
+namespace {
+
+// Keeps what a sparse tensor holds in memory: ops that use it do not tell.
+void keep_parts(const at::Tensor& tensor) {
+  std::vector<at::Tensor> parts;
+  {
+    const HiddenOps hidden;
+    const c10::Layout layout = tensor.layout();
+    if (layout == c10::kSparse) {
+      parts = {tensor._indices(), tensor._values()};
+    } else if (layout == c10::kSparseCsr || layout == c10::kSparseBsr) {
+      parts = {tensor.crow_indices(), tensor.col_indices(), tensor.values()};
+    } else {
+      parts = {tensor.ccol_indices(), tensor.row_indices(), tensor.values()};
+    }
+  }
+  keep_in_memory(parts);
+}
+
+}  // namespace
+
 void OpWatch::note_result(const at::Tensor& tensor) {
-  if (tensor.layout() != c10::kStrided || tensor.is_nested()) has_opaque_results_ = true;
+  if (tensor.is_sparse() || at::sparse_csr::is_sparse_compressed(tensor)) return keep_parts(tensor);
   if (!is_plain(tensor, device_)) return;
   const c10::Storage& storage = tensor.storage();
   if (static_cast<int64_t>(storage.nbytes()) < noted_bytes_) return;
@@ -419,7 +442,6 @@ void OpWatch::note_result(const at::Tensor& tensor) {
 
 std::vector<c10::Storage> OpWatch::list_results() const {
   std::vector<c10::Storage> found;
-  if (has_opaque_results_) return found;
   std::unordered_set<const c10::StorageImpl*> seen;
   const std::lock_guard<std::mutex> guard(table_->mutex);
   for (const auto& each : results_) {

@@ -131,8 +131,7 @@ class OpWatch {
   void note_results(int64_t least_bytes) { noted_bytes_ = least_bytes; }
   bool notes_results() const { return noted_bytes_ < NEVER && StateTable::is_any_managed() && !is_closed_; }
   void note_result(const at::Tensor& tensor);
-  // Returns the storages of noted results that are still there, oldest first. None if there is a sparse or nested tensor
-  // among them: it may hold some of the others, and ops that use it do not tell.
+  // Returns the storages of noted results that are still there, oldest first.
   std::vector<c10::Storage> list_results() const;
 
   // Ends the step: every op passes unwatched.
@@ -215,7 +214,6 @@ class OpWatch {
   std::unordered_map<int64_t, RecordedOpPtr> by_tick_;  // with the table's mutex
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> results_;  // likewise
   size_t sweep_results_at_ = 256;
-  std::atomic<bool> has_opaque_results_{false};
   std::atomic<int64_t> noted_bytes_{NEVER};
 };
 

@@ -435,6 +435,16 @@ StateUse::StateUse(const StateStoragePtr& storage, bool is_written) {
   restore(Kind::OTHER);
 }
 
+void keep_in_memory(at::TensorList tensors) {
+  const StateUse use(tensors, {}, StateUse::Kind::OTHER);
+  const std::lock_guard<std::mutex> guard(state_mutex());
+  for (const at::Tensor& each : tensors) {
+    keep(each);
+    const auto found = state_records().find(find_storage(each));
+    if (found != state_records().end()) found->second->is_staying = true;
+  }
+}
+
 int64_t count_away_bytes(const c10::IValue* arguments, size_t count) {
   if (!StateTable::is_any_managed()) return 0;
   c10::SmallVector<const c10::StorageImpl*, 8> used;

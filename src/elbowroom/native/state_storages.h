@@ -183,6 +183,9 @@ class StateUse {
   c10::SmallVector<std::shared_ptr<StateTable>, 1> waiting_;  // tables whose ops that wait have to run first
 };
 
+// Brings tensors back, and keeps them in memory from now on: what uses them does not tell.
+void keep_in_memory(at::TensorList tensors);
+
 // The bytes of what an op would have brought back.
 int64_t count_away_bytes(const c10::IValue* arguments, size_t count);
 

@@ -1,0 +1,132 @@
+"""Results of ops that autograd has not saved: they leave in place, as model state does, when nothing else may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom
+from elbowroom.ir.hardware import HardwareProfile
+from tests.pressure import ask_at_every_request, let_results_go
+from tests.state_jobs import StateJob, assert_same, run_plain, run_within
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+ROWS, WIDTH, INNER = 512, 64, 256
+
+
+def make_job(find_loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], *, adds: bool = False) -> StateJob:
+    """A job whose loss is computed by a function of the model and a batch."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, INNER), nn.Tanh(), nn.Linear(INNER, 4)
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(index: int) -> torch.Tensor:
+        batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+        loss = find_loss(model, batch)
+        if not adds:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return StateJob(model, [optimizer], step)
+
+
+def penalize_gradients(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    batch.requires_grad_()
+    y = model(batch)
+    (gradient,) = torch.autograd.grad(y.sum(), batch, create_graph=True)
+    return y.square().mean() + 1e-3 * gradient.square().sum()
+
+
+def penalize_jacobians(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    batch.requires_grad_()
+    y = model(batch)
+    (jacobian,) = torch.autograd.grad(y.sum(0), batch, torch.eye(4), is_grads_batched=True, create_graph=True)
+    return y.square().mean() + 1e-3 * jacobian.square().sum()
+
+
+def follow_a_teacher(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """The program holds the features of a model that is not trained."""
+    features = [batch]
+    with torch.no_grad():
+        for layer in model:
+            features.append(layer(features[-1] + 1).sin())
+    outputs = [batch]
+    for layer in model:
+        outputs.append(layer(outputs[-1]))
+    return sum((one - other).square().mean() for one, other in zip(features[1:], outputs[1:], strict=True))
+
+
+def clip_each_example(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Gradients by example, which nothing but the program holds."""
+
+    def find_loss(parameters: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (row,)).square().sum()
+
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    gradients = torch.func.vmap(torch.func.grad(find_loss), (None, 0))(parameters, batch[:32])
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients.pop(name).clamp(-1, 1).mean(0)
+    return parameters["0.bias"].sum()
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "auto"])
+@pytest.mark.parametrize(
+    ("find_loss", "budget_bytes"),
+    [
+        (penalize_gradients, 4_300_000),
+        (penalize_jacobians, 6_600_000),
+        (follow_a_teacher, 3_300_000),
+        (clip_each_example, 7_000_000),
+    ],
+)
+def test_jobs_that_hold_much(
+    find_loss: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    budget_bytes: int,
+    mode: str,
+    profile: HardwareProfile,
+) -> None:
+    def make() -> StateJob:
+        return make_job(find_loss, adds=find_loss is clip_each_example)
+
+    assert_same(run_plain(make, 4), run_within(make, profile, budget_bytes, 4, mode=mode))
+
+
+def multiply_sparse(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor holds a result, and ops that read it do not tell."""
+    hidden = model[0](batch)
+    indices = torch.arange(ROWS).expand(2, ROWS)
+    with torch.no_grad():
+        weights = torch.sparse_coo_tensor(indices, hidden[:, 0].sin(), (ROWS, ROWS))
+    mixed = torch.sparse.mm(weights, hidden) + hidden
+    return model[4](model[3](model[2](mixed.tanh()))).square().mean()
+
+
+@pytest.mark.parametrize("find_loss", [penalize_jacobians, follow_a_teacher, multiply_sparse])
+def test_all_leave_at_each_request(
+    find_loss: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    profile: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(budget_bytes: int | None) -> list[torch.Tensor]:
+        job = make_job(find_loss)
+        options = {"mode": "dynamic", "min_offload_bytes": 1, "profile": profile}
+        if budget_bytes is None:
+            return [*map(job.step, range(2)), *job.model.state_dict().values()]
+        with elbowroom.fit(job.model, job.optimizers, budget_bytes, **options) as room:
+            losses = []
+            for index in range(2):
+                with room.step():
+                    losses.append(job.step(index))
+        return [*losses, *job.model.state_dict().values()]
+
+    expected = run(None)
+    ask_at_every_request(monkeypatch, let_results_go)
+    assert all(torch.equal(*pair) for pair in zip(expected, run(1 << 40), strict=True))
