@@ -429,6 +429,7 @@ void keep_parts(const at::Tensor& tensor) {
 void OpWatch::note_result(const at::Tensor& tensor) {
   if (tensor.is_sparse() || at::sparse_csr::is_sparse_compressed(tensor)) return keep_parts(tensor);
   if (!is_plain(tensor, device_)) return;
+  if (!tensor.is_floating_point() && !tensor.is_complex()) return;  // composite ops may read lengths without an op
   const c10::Storage& storage = tensor.storage();
   if (static_cast<int64_t>(storage.nbytes()) < noted_bytes_) return;
   const std::lock_guard<std::mutex> guard(table_->mutex);
