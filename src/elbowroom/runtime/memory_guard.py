@@ -24,6 +24,9 @@ from elbowroom.runtime.step_storages import load_native
 from elbowroom.slicing.registry import list_rules
 from elbowroom.units import format_bytes
 
+ALLOCATING = ("aten.empty", "aten.full", "aten.new_", "aten.ones", "aten.zeros")
+"""Beginnings of names of ops that only make a tensor. An extension in C++ calls them while it holds addresses."""
+
 
 class MemoryGuard:
     """Keeps one step within its budget.
@@ -108,13 +111,16 @@ class MemoryGuard:
         finally:
             self._ledger.note_move(self._ledger.live_bytes - before)
 
-    def evict(self, missing_bytes: int, nbytes: int, what: str, *, waits: bool = True) -> list[Action]:
+    def evict(
+        self, missing_bytes: int, nbytes: int, what: str, *, waits: bool = True, moves_results: bool = True
+    ) -> list[Action]:
         """Return actions that free some of the bytes that an allocation misses; none if there is room for some without.
 
         Args:
             missing_bytes: of the `nbytes` that the allocation takes.
             what: allocates them, for the message.
             waits: whether to wait, before it is refused, for ops of other threads: what they use cannot leave.
+            moves_results: whether results that autograd has not saved may leave as well.
 
         Raises:
             Infeasible: nothing more may leave.
@@ -126,11 +132,18 @@ class MemoryGuard:
                 return actions
             if self.move_state(short_bytes):
                 break
-            if waits and self._move_results(short_bytes):
+            if waits and moves_results and self._move_results(short_bytes):
                 break
             if self._pager is None or not waits or not others.wait():
                 raise self.explain(short_bytes, nbytes, what)
         return []
+
+    def evict_for_request(self, missing_bytes: int, nbytes: int) -> list[Action]:
+        """Do what `evict` does for a request to the allocator, of this thread."""
+        op = self._native.name_running_op()
+        moves_results = bool(op) and not op.startswith(ALLOCATING)
+        what = op or f"a request of {nbytes} bytes"
+        return self.evict(missing_bytes, nbytes, what, moves_results=moves_results)
 
     def _move_results(self, missing_bytes: int) -> int:
         """Move out results of ops that only the program or autograd's engine holds. Return the bytes freed.
