@@ -168,6 +168,13 @@ void bind_records(py::module_& module) {
             table.put(unpack(storage), record);
           },
           py::arg("storage"), py::arg("record"), "Give a record a new storage with the same contents.")
+      .def(
+          "stay",
+          [](StorageTable& table, const py::handle& storage) {
+            const std::lock_guard<std::mutex> guard(table.mutex);
+            table.see(unpack(storage))->is_staying = true;
+          },
+          py::arg("storage"), "Mark a storage as if it outlived the step.")
       .def("mark_staying", &mark_staying, py::arg("tensors"), py::arg("device_type"), "Mark the storages of tensors that outlive the step.")
       .def("find_recording",
           [](StorageTable& table, const StorageRecordPtr& target) {

@@ -24,8 +24,9 @@ from elbowroom.runtime.step_storages import load_native
 from elbowroom.slicing.registry import list_rules
 from elbowroom.units import format_bytes
 
-ALLOCATING = ("aten.empty", "aten.full", "aten.new_", "aten.ones", "aten.zeros")
-"""Beginnings of names of ops that only make a tensor. An extension in C++ calls them while it holds addresses."""
+ALLOCATING = ("a request of", "aten.empty", "aten.full", "aten.new_", "aten.ones", "aten.zeros")
+"""Beginnings of what allocates a tensor: no op, or one that does nothing else. That may be an extension in C++, which
+holds addresses of other tensors."""
 
 
 class MemoryGuard:
@@ -111,16 +112,14 @@ class MemoryGuard:
         finally:
             self._ledger.note_move(self._ledger.live_bytes - before)
 
-    def evict(
-        self, missing_bytes: int, nbytes: int, what: str, *, waits: bool = True, moves_results: bool = True
-    ) -> list[Action]:
+    def evict(self, missing_bytes: int, nbytes: int, what: str, *, waits: bool = True) -> list[Action]:
         """Return actions that free some of the bytes that an allocation misses; none if there is room for some without.
 
         Args:
             missing_bytes: of the `nbytes` that the allocation takes.
-            what: allocates them, for the message.
-            waits: whether to wait, before it is refused, for ops of other threads: what they use cannot leave.
-            moves_results: whether results that autograd has not saved may leave as well.
+            what: allocates them: an op, or a description for the message.
+            waits: whether to do all before it is refused: to wait for ops of other threads, as what they use cannot
+                leave, and to move results that autograd has not saved.
 
         Raises:
             Infeasible: nothing more may leave.
@@ -132,18 +131,11 @@ class MemoryGuard:
                 return actions
             if self.move_state(short_bytes):
                 break
-            if waits and moves_results and self._move_results(short_bytes):
+            if waits and not what.startswith(ALLOCATING) and self._move_results(short_bytes):
                 break
             if self._pager is None or not waits or not others.wait():
                 raise self.explain(short_bytes, nbytes, what)
         return []
-
-    def evict_for_request(self, missing_bytes: int, nbytes: int) -> list[Action]:
-        """Do what `evict` does for a request to the allocator, of this thread."""
-        op = self._native.name_running_op()
-        moves_results = bool(op) and not op.startswith(ALLOCATING)
-        what = op or f"a request of {nbytes} bytes"
-        return self.evict(missing_bytes, nbytes, what, moves_results=moves_results)
 
     def _move_results(self, missing_bytes: int) -> int:
         """Move out results of ops that only the program or autograd's engine holds. Return the bytes freed.
@@ -155,14 +147,14 @@ class MemoryGuard:
             return 0
         if distributed.is_available() and distributed.is_initialized():  # which reads gradients by their addresses
             return 0
-        freed_bytes = 0
+        freed_bytes, table = 0, self._state.storages.table
         for storage in self._state.watcher.list_results():
             if self.is_paged(storage) or is_shared(storage) or not storage.resizable():
                 continue
-            record = self._state.storages.table.see(storage).record
-            if record.id >= 0 or record.is_staying:
+            saved = table.find(storage)
+            if saved is not None and (saved.record.id >= 0 or saved.is_persistent):
                 continue
-            record.is_staying = True  # if autograd saves it later, it goes on leaving in place
+            table.stay(storage)  # if autograd saves it later, it goes on leaving in place
             freed_bytes += self._pager.sections.page_out(storage, None)
             if freed_bytes >= missing_bytes:
                 break

@@ -41,6 +41,7 @@ from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_moves import StepMoves
 from elbowroom.runtime.step_policy import StepPolicy
 from elbowroom.runtime.step_state import make_state
+from elbowroom.runtime.step_storages import load_native
 from elbowroom.runtime.thrash_guard import ThrashGuard
 from elbowroom.runtime.write_guard import WriteGuard
 
@@ -300,7 +301,8 @@ class StepRunner:
             if missing_bytes > 0:
                 missing_bytes -= self._guard.move_state(missing_bytes, spares_soon=True)
             if missing_bytes > 0:
-                actions = self._guard.evict_for_request(missing_bytes, requested_bytes)
+                what = load_native().name_running_op() or what
+                actions = self._guard.evict(missing_bytes, requested_bytes, what)
                 with self._guard.noting_moves():
                     self._executor.perform(actions)
             return True
