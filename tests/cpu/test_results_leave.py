@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode
 from tests.pressure import ask_at_every_request, let_results_go
 from tests.state_jobs import StateJob, assert_same, run_plain, run_within
 
@@ -19,8 +22,8 @@ ROWS, WIDTH, INNER = 512, 64, 256
 STEPS = 4
 
 
-def make_job(find_loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], *, adds: bool = False) -> StateJob:
-    """A job whose loss is computed by a function of the model and a batch."""
+def make_job(find_loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> StateJob:
+    """A job whose loss is computed by a function of the model and a batch, which may set the gradients itself."""
     torch.manual_seed(3)
     model = nn.Sequential(
         nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, INNER), nn.Tanh(), nn.Linear(INNER, 4)
@@ -30,7 +33,7 @@ def make_job(find_loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], *, ad
 
     def step(index: int) -> torch.Tensor:
         loss = find_loss(model, batches[index].view(ROWS, WIDTH))
-        if not adds:
+        if loss.requires_grad:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -78,6 +81,20 @@ def clip_each_example(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return parameters["0.bias"].sum()
 
 
+def mix_with_functional_gradients(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """While the model is called, its parameters are wrappers without a storage."""
+
+    def find_loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (batch,)).square().sum()
+
+    loss = model(batch).square().mean()
+    gradients = torch.func.grad(find_loss)({name: each.detach() for name, each in model.named_parameters()})
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        parameter.grad += 1e-3 * gradients.pop(name)
+    return loss.detach()
+
+
 @pytest.mark.parametrize("mode", ["dynamic", "auto"])
 @pytest.mark.parametrize(
     ("find_loss", "budget_bytes"),
@@ -86,6 +103,7 @@ def clip_each_example(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         (penalize_jacobians, 6_600_000),
         (follow_a_teacher, 3_300_000),
         (clip_each_example, 9_000_000),
+        (mix_with_functional_gradients, 3_400_000),
     ],
 )
 def test_jobs_that_hold_much(
@@ -95,10 +113,43 @@ def test_jobs_that_hold_much(
     profile: HardwareProfile,
 ) -> None:
     def make() -> StateJob:
-        return make_job(find_loss, adds=find_loss is clip_each_example)
+        return make_job(find_loss)
 
     found = run_within(make, profile, budget_bytes, STEPS, elsewhere_bytes=STEPS * ROWS * WIDTH * 4, mode=mode)
     assert_same(run_plain(make, STEPS), found)
+
+
+def test_a_plan_is_left_inside_functional_call(profile: HardwareProfile) -> None:
+    """The model's parameters are wrappers then, which have no storage."""
+
+    def run(budget_bytes: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [each for _ in range(5) for each in (nn.Linear(192, 192), nn.GELU())]
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options = {"min_offload_bytes": 1024, "profile": profile}
+        room = None if budget_bytes is None else elbowroom.fit(model, optimizer, budget_bytes, **options)
+        for index in range(7):
+            with contextlib.nullcontext() if room is None else room.step():
+                loss = model(torch.randn(2000, 192)).square().mean()
+                rows = torch.randn(300 if index < 4 else 900, 192)
+
+                def find_loss(parameters: Any, rows: torch.Tensor = rows) -> torch.Tensor:
+                    return torch.func.functional_call(model, parameters, (rows,)).square().mean()
+
+                gradients = torch.func.grad(find_loss)({name: each.detach() for name, each in model.named_parameters()})
+                optimizer.zero_grad()
+                loss.backward()
+                for name, parameter in model.named_parameters():
+                    parameter.grad += 0.1 * gradients.pop(name)
+                optimizer.step()
+                del loss
+        if room is not None:
+            assert Mode.PLANNED in {record.mode for record in room.journal().steps}
+            room.detach()
+        return list(model.state_dict().values())
+
+    assert all(torch.equal(*pair) for pair in zip(run(None), run(12_000_000), strict=True))
 
 
 def multiply_sparse(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

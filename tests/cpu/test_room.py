@@ -104,6 +104,8 @@ def test_what_cannot_have_a_room(profile: HardwareProfile) -> None:
         elbowroom.fit(nn.Linear(2, 2, device="meta"), optimizer, "1GiB", profile=profile)
     with pytest.raises(UsageError, match="no parameters"):
         elbowroom.fit(nn.Tanh(), optimizer, "1GiB", profile=profile)
+    with pytest.raises(UsageError, match="run one forward pass"):
+        elbowroom.fit(nn.LazyLinear(2), optimizer, "1GiB", profile=profile)
     with pytest.raises(UsageError, match="Optimizer"):
         elbowroom.fit(model, [optimizer, "adam"], "1GiB", profile=profile)  # type: ignore[list-item]
     with pytest.raises(UsageError, match=r"unknown options \['budget'\]"):
