@@ -7,9 +7,9 @@ A program is a random sequence of ops (`random_ops.py`): views and writes to the
 checkpoints, double and repeated backward passes, hooks, threads, convolutions, recurrent layers, indexing, failing ops.
 It is trained for some steps without a room, and then in rooms: in dynamic ones of several budgets, in one that captures
 and plans its steps, and in two in which everything that may leave does so at each allocation: what autograd has saved,
-and model state and all results of ops as well. Losses, gradients and
-parameters have to be the same to the last bit, and in no step may the bytes that a meter outside of ours sees be more
-than the budget: it stands before the allocator and counts what that hands out (`tests/native/outside_meter.cpp`).
+and model state and all results of ops as well. Losses, gradients and parameters have to be the same to the last bit,
+and in no step may the bytes that a meter outside of ours sees be more than the budget: it stands before the allocator
+and counts what that hands out (`tests/native/outside_meter.cpp`).
 `Infeasible` and `Thrashing` are results as well, as long as the meter saw no more than the budget by then.
 """
 
