@@ -147,7 +147,8 @@ class MemoryGuard:
             return 0
         if distributed.is_available() and distributed.is_initialized():  # which reads gradients by their addresses
             return 0
-        freed_bytes, table = 0, self._state.storages.table
+        table = self._state.storages.table
+        freed_bytes = 0
         for storage in self._state.watcher.list_results():
             if self.is_paged(storage) or is_shared(storage) or not storage.resizable():
                 continue
