@@ -206,7 +206,7 @@ class StepModes:
 
     def _run_awaited(self) -> Iterator[None]:
         """Run a step as one of the known kinds, and capture it if it turns out at its first save to be of none."""
-        self._begin_paging(may_move=True)
+        self._begin_paging(may_move=True, is_unknown=True)
         meter = self._metering.make(is_detailed=True)
         capture = self._make_capture(meter)
         entries = tuple(self._cache.entries)
@@ -220,7 +220,7 @@ class StepModes:
         self.captured.adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
-        self._begin_paging(may_move=True)
+        self._begin_paging(may_move=True, is_unknown=self._metering.steps == 0)
         meter = self._metering.make()
         runner = self._make_runner(Phase.UNPRESSURED)
         step = yield from self._run(runner, meter, None)
@@ -229,7 +229,7 @@ class StepModes:
             self._schedule.note_needs()
 
     def _run_capture(self) -> Iterator[None]:
-        self._begin_paging(may_move=True)
+        self._begin_paging(may_move=True, is_unknown=True)
         meter = self._metering.make(is_detailed=True)
         capture = self._make_capture(meter)
         runner = self._make_runner(Phase.CAPTURING, capture=capture)
@@ -242,11 +242,16 @@ class StepModes:
             self._schedule.note_needs()
             self.captured.adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
-    def _begin_paging(self, *, may_move: bool, is_planned: bool = False) -> None:
+    def _begin_paging(self, *, may_move: bool, is_planned: bool = False, is_unknown: bool = False) -> None:
         if self._job.optimizer_states.were_replaced():
             self._ledger.adopt(self._job.list_residents())
         may_move = may_move and self._job.moves_state
-        self._pager.begin_step(self._cache.lease.device_bytes, may_move=may_move, is_planned=is_planned and may_move)
+        self._pager.begin_step(
+            self._cache.lease.device_bytes,
+            may_move=may_move,
+            is_planned=is_planned and may_move,
+            is_unknown=is_unknown,
+        )
 
     def _run(
         self,

@@ -1,4 +1,4 @@
-"""Results of ops that autograd has not saved: they leave in place, as model state does, when nothing else may."""
+"""Results of ops that the program or autograd's engine holds: they leave in place when nothing else may."""
 
 from __future__ import annotations
 
@@ -68,6 +68,14 @@ def follow_a_teacher(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return sum((one - other).square().mean() for one, other in zip(features[1:], outputs[1:], strict=True))
 
 
+def supervise_each_layer(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """The program holds what autograd has saved."""
+    outputs = [model[0](batch)]
+    for _ in range(20):
+        outputs.append(model[2](outputs[-1]).tanh())
+    return sum(each.square().mean() for each in outputs)
+
+
 def clip_each_example(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Gradients by example, which nothing but the program holds."""
 
@@ -102,6 +110,7 @@ def mix_with_functional_gradients(model: nn.Module, batch: torch.Tensor) -> torc
         (penalize_gradients, 4_300_000),
         (penalize_jacobians, 6_600_000),
         (follow_a_teacher, 3_300_000),
+        (supervise_each_layer, 6_000_000),
         (clip_each_example, 9_000_000),
         (mix_with_functional_gradients, 3_400_000),
     ],
@@ -162,7 +171,7 @@ def multiply_sparse(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model[4](model[3](model[2](mixed.tanh()))).square().mean()
 
 
-@pytest.mark.parametrize("find_loss", [penalize_jacobians, follow_a_teacher, multiply_sparse])
+@pytest.mark.parametrize("find_loss", [penalize_jacobians, follow_a_teacher, supervise_each_layer, multiply_sparse])
 def test_all_leave_at_each_request(
     find_loss: Callable[[nn.Module, torch.Tensor], torch.Tensor],
     profile: HardwareProfile,

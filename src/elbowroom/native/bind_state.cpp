@@ -157,6 +157,8 @@ void bind_state(py::module_& module) {
       .def("sweep", &StateTable::sweep, "Forget the storages that are gone, and return their records.")
       .def("clear", &StateTable::clear)
       .def("begin_step", &StateTable::begin_step)
+      .def("watch_uses", &StateTable::watch_uses, py::arg("watches"),
+          "Set whether ops note what they use although nothing is managed yet.")
       .def("note_waiting", [](StateTable& table, const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& written) {
             table.note_waiting(list_storages(read), list_storages(written));
           }, py::arg("read"), py::arg("written"),

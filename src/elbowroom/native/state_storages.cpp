@@ -213,6 +213,15 @@ StateTable::StateTable(Restore restore, RunWaiting run_waiting)
   watch_all_threads();  // registers the callback
 }
 
+StateTable::~StateTable() {
+  watch_uses(false);
+  clear();
+}
+
+void StateTable::watch_uses(bool watches) {
+  if (watches_uses_.exchange(watches) != watches) managed += watches ? 1 : -1;
+}
+
 void StateTable::note_waiting(std::vector<const c10::StorageImpl*> read, std::vector<const c10::StorageImpl*> written) {
   const std::lock_guard<std::mutex> guard(state_mutex());
   if (written.empty()) lost_waiting_.clear();

@@ -71,7 +71,7 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   using RunWaiting = std::function<void()>;
 
   StateTable(Restore restore, RunWaiting run_waiting);
-  ~StateTable() { clear(); }
+  ~StateTable();
 
   // A tensor whose bytes are away from the beginning, and its record.
   std::pair<at::Tensor, StateStoragePtr> make_away(
@@ -113,12 +113,15 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   // Sets whether what is away shows a null address to whatever asks for one, where it would raise an error. For all tables.
   static void show_addresses(bool shows, Shown reason);
 
+  // Sets whether ops note what they use although nothing is managed yet, so that it can be from any op on.
+  void watch_uses(bool watches);
+  // Whether ops note what they use.
   static bool is_any_managed() { return managed.load(std::memory_order_relaxed) > 0; }
 
  private:
   friend class StateUse;
 
-  static inline std::atomic<int64_t> managed{0};  // storages of all tables
+  static inline std::atomic<int64_t> managed{0};  // storages of all tables, and tables that watch uses
   static inline std::atomic<int64_t> most_bytes{int64_t{1} << 60};
 
   const Restore restore_;
@@ -126,6 +129,7 @@ class StateTable : public std::enable_shared_from_this<StateTable> {
   std::atomic<int64_t> events_{0}, clock_{0};
   int64_t orders_ = 0;
   int64_t former_events_ = 0;
+  std::atomic<bool> watches_uses_{false};
   std::string lost_waiting_;
 };
 

@@ -138,27 +138,34 @@ class MemoryGuard:
         return []
 
     def _move_results(self, missing_bytes: int) -> int:
-        """Move out results of ops that only the program or autograd's engine holds. Return the bytes freed.
+        """Move out results of ops that the program or autograd's engine holds. Return the bytes freed.
 
         They leave in place, as model state does, and come back when an op uses them. The last resort: most are used
-        soon.
+        soon. Those that autograd has saved as well come last.
         """
         if self._pager is None or not self._native.is_any_state_managed():
             return 0
         if distributed.is_available() and distributed.is_initialized():  # which reads gradients by their addresses
             return 0
-        table = self._state.storages.table
+        table, sections = self._state.storages.table, self._pager.sections
         freed_bytes = 0
+        held_and_saved = []
         for storage in self._state.watcher.list_results():
+            if freed_bytes >= missing_bytes:
+                return freed_bytes
             if self.is_paged(storage) or is_shared(storage) or not storage.resizable():
                 continue
             saved = table.find(storage)
-            if saved is not None and (saved.record.id >= 0 or saved.is_persistent):
-                continue
-            table.stay(storage)  # if autograd saves it later, it goes on leaving in place
-            freed_bytes += self._pager.sections.page_out(storage, None)
+            if saved is None or saved.record.id < 0:
+                if saved is None or not saved.is_persistent:
+                    table.stay(storage)  # if autograd saves it later, it goes on leaving in place
+                    freed_bytes += sections.page_out(storage, None)
+            elif not saved.is_persistent:
+                held_and_saved.append((storage, saved))
+        for storage, saved in held_and_saved:
             if freed_bytes >= missing_bytes:
                 break
+            freed_bytes += sections.page_out(storage, saved.copy)
         return freed_bytes
 
     def explain(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:

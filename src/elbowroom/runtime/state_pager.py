@@ -50,6 +50,9 @@ HELD = 2
 LISTS = 8
 """An op over lists of tensors (of all gradients, say) takes items of this share of the budget at a time."""
 
+WHOLE_LISTS = 1 << 60
+"""Bytes at a time of an op over lists while no state leaves."""
+
 
 @contextlib.contextmanager
 def grouping(optimizers: Sequence[Optimizer], budget_bytes: int) -> Iterator[None]:
@@ -120,13 +123,17 @@ class StatePager:
 
     # -- what the room calls --------------------------------------------------------------------------------------
 
-    def begin_step(self, budget_bytes: int, *, may_move: bool, is_planned: bool = False) -> None:
+    def begin_step(
+        self, budget_bytes: int, *, may_move: bool, is_planned: bool = False, is_unknown: bool = False
+    ) -> None:
         """Begin a step: move state out until what the job holds is within its budget.
 
         Args:
             may_move: whether the step may need state to leave. Ops are watched for that only if so, and if the state is
                 large, or an earlier step had too little room.
             is_planned: whether the step's plan moves state. Then ops are watched in any case.
+            is_unknown: whether no step like this one is known. Then ops are watched if `may_move`, so that their
+                results can leave.
         """
         self.budget_bytes = budget_bytes
         self._thread = threading.get_ident()
@@ -143,9 +150,10 @@ class StatePager:
             self._activate()
         elif self.is_active and not self.count_away() and not made:
             self._deactivate()
+        self._watch_uses(is_unknown and may_move and not self.is_active)
         if is_watching or self._native.is_any_state_managed():
             self._native.update_watching()  # the step may run in another thread than the last one
-            self._native.limit_lists(budget_bytes // LISTS)
+            self._native.limit_lists(budget_bytes // LISTS if self.is_active or made else WHOLE_LISTS)
             self.storages.table.begin_step()
         if missing_bytes > 0:
             self.make_room(missing_bytes)
@@ -293,9 +301,7 @@ class StatePager:
         if self.is_active:
             return
         self.is_active = True
-        show_regions()
-        show_state_to_profilers()
-        restore_before_access(self)
+        self._show_moves()
         self._note_new()
 
         def find_group_bytes() -> int | None:
@@ -308,9 +314,22 @@ class StatePager:
             GroupedStep(each, find_group_bytes, may_hold, self._hold) for each in find_groupable(self._optimizers)
         ]
 
+    def _watch_uses(self, watches: bool) -> None:
+        """Set whether ops note what they use while state stays, so that their results can leave from any op on."""
+        if watches:
+            self._show_moves()
+        self.storages.table.watch_uses(watches)
+
+    def _show_moves(self) -> None:
+        """Have what is away come back where it is used without an op."""
+        show_regions()
+        show_state_to_profilers()
+        restore_before_access(self)
+
     def _deactivate(self) -> None:
         """Watch no more. All state is in memory."""
         self._held.clear()
+        self._watch_uses(False)
         while self._grouped:
             self._grouped.pop().remove()
         self.storages.clear()
