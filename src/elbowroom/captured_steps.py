@@ -56,8 +56,11 @@ class CapturedSteps:
         """True if model state or results of ops have left memory in this room: then a step may run without a plan."""
         return self._pager.is_active or bool(self._sliced_ops.counts)
 
-    def plan(self, trace: Trace, measurements: Measurements | None) -> str:
+    def plan(self, trace: Trace, measurements: Measurements | None, *, has_run: bool = False) -> str:
         """Plan a step. Return "", or why the step runs without a plan.
+
+        Args:
+            has_run: whether the step has run within the budget, and is not only foreseen.
 
         Raises:
             Infeasible: it cannot run within the budget.
@@ -71,6 +74,7 @@ class CapturedSteps:
         except Infeasible as error:
             if (
                 self.is_paging
+                or (has_run and self._job.config.strategy == "auto")
                 or cache.entries
                 or cache.planner.fits_without_plan(trace, trace_digest, measurements, cache.lease)
             ):
@@ -106,7 +110,7 @@ class CapturedSteps:
         if cache.entries and (cache.contains(trace) or not cache.record_miss(list_sizes(trace), record)):
             self._schedule.put_off(self._metering.steps - 1)
             return
-        if why := self.plan(trace, capture.measure(trace, record.seconds, record.stall_seconds)):
+        if why := self.plan(trace, capture.measure(trace, record.seconds, record.stall_seconds), has_run=True):
             self._schedule.put_off(self._metering.steps - 1, why)
             return
         self._schedule.note_success()

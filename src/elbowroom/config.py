@@ -38,9 +38,9 @@ class Config:
             on a CPU plans stay within the limit.
         min_offload_bytes: smaller storages never move.
         settling_steps: number of steps to capture before planning a step that still changes.
-        always_watch: whether to watch steps that fit without moves, too, at about a microsecond an op. For steps that
-            may grow while the shapes of the model's inputs stay the same: otherwise only shapes (on a CPU, bytes, too)
-            tell that a step may be larger than those before it.
+        always_watch: whether to watch steps that fit without moves, too, at about two microseconds an op. For steps
+            that may grow while the shapes of the model's inputs stay the same: otherwise only shapes (on a CPU, bytes,
+            too) tell that a step may be larger than those before it.
         exact: whether an op that has no room as a whole may run in slices only where these give the same bits on this
             machine. If not, slices may change the order of a sum: the result is that of gradient accumulation.
         op_time_store: whether to read and write the op times that this machine measured in earlier steps. They are kept

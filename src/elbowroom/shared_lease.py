@@ -83,6 +83,7 @@ class SharedLease:
         self._is_refused = self._rests = False
         self._fronts = JobFront(config)
         self._floor_bytes = floor_bytes or config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
+        self._is_guess = not (floor_bytes or config.least_bytes)
         self._client = BrokerClient(
             find_address(device), name=name, floor_bytes=self._floor_bytes, held_bytes=held_bytes, weight=config.weight,
             priority=config.priority,
@@ -107,6 +108,7 @@ class SharedLease:
             BrokerLost: as for `renew`.
         """
         if floor_bytes:
+            self._is_guess = False
             self._client.report(floor_bytes, ())
         while True:
             latest, applied = self._client.grant, self._lent.applied
@@ -198,7 +200,14 @@ class SharedLease:
         return grant
 
     def _wait(self, before: LeaseGrant | None) -> LeaseGrant:
-        return self._client.wait(before, logger.warning, needs_broker=self._needs_broker)
+        try:
+            return self._client.wait(before, logger.warning, needs_broker=self._needs_broker)
+        except UsageError as error:
+            if not self._is_guess:
+                raise
+            raise UsageError(
+                f"{error}. What it needs is a guess from the size of the model: pass least_bytes=, or step="
+            ) from None
 
     def _take_up(self, room: LeaseHolder, grant: LeaseGrant, *, has_lent: bool) -> None:
         """Take up a lease. `has_lent`: whether the one in force may be less than the budget of the room."""

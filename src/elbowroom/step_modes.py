@@ -220,7 +220,10 @@ class StepModes:
         self.captured.adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
-        self._begin_paging(may_move=True, is_unknown=self._metering.steps == 0)
+        least_bytes = self._ledger.live_bytes + 2 * self._metering.largest_growth_bytes
+        self._begin_paging(
+            may_move=True, is_unknown=self._metering.steps == 0 or least_bytes > self._cache.lease.device_bytes
+        )
         meter = self._metering.make()
         runner = self._make_runner(Phase.UNPRESSURED)
         step = yield from self._run(runner, meter, None)

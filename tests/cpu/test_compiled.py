@@ -147,7 +147,7 @@ def test_compiled_models_train_as_without_a_room(backend: str, how: str, profile
     expected, expected_counts, _ = plain.train(rows)
     assert is_equal(values, expected) and counts == expected_counts and counts[0][0] > 0 and counts[-1][1] > 0
     peak_bytes = max(record.peak_bytes for record in records)
-    shares = (1.0, 0.92, 0.86, 0.8) if how == "by block" else (1.0, 0.97)
+    shares = (1.0, 0.92, 0.86, 0.8) if how == "by block" else (1.0, 0.97, 0.7)
     moved = 0
     for share in shares:
         for mode in ("auto", "dynamic"):
@@ -155,13 +155,13 @@ def test_compiled_models_train_as_without_a_room(backend: str, how: str, profile
             try:
                 values, counts, records = plain.train(rows, {"memory_budget": budget_bytes, "mode": mode, **options})
             except Infeasible:
-                assert share < 0.9 or how == "whole"
+                assert backend == "inductor" and (share < 0.9 or how == "whole")  # whose code is one op
                 continue
             assert is_equal(values, expected)
             assert counts == [(0, called) for _, called in expected_counts]  # nothing is compiled anew
             assert all(record.peak_bytes <= budget_bytes for record in records)
             moved += sum(record.offloaded_bytes for record in records)
-    assert how == "whole" or moved > 0
+    assert moved > 0 or (backend == "inductor" and how == "whole")
 
 
 @pytest.mark.parametrize("policy", ["predictive", "dtr"])

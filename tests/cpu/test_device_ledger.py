@@ -89,14 +89,18 @@ def test_room_is_made_after_an_op_that_took_more_than_expected(
     with elbowroom.fit(model, optimizer, budget_bytes, profile=profile, mode="dynamic") as room, room.step():
         (ledger,) = ledgers
         weight = torch.ones(count, requires_grad=True)
-        # What is kept is autograd's alone, or the program's.
-        kept = weight.exp().sum() if may_leave else weight.detach().exp()
-        noise = torch.rand(count)  # it draws random numbers, so it is refused nothing
+        # What is kept is autograd's alone, or the program's integers, which stay.
+        kept = weight.exp().sum() if may_leave else torch.ones(2 * count, dtype=torch.int32)
+
+        def draw() -> torch.Tensor:  # as it draws random numbers, it is refused nothing
+            return torch.rand(count) if may_leave else torch.randint(9, (count,), dtype=torch.int32)
+
+        noise = draw()
         if not may_leave:
             with pytest.raises(Infeasible):
-                torch.rand(count)
+                draw()
             return
-        more = torch.rand(count)
+        more = draw()
         assert ledger.live_bytes <= budget_bytes and ledger.refusals == 0
         assert noise.max() > 0 and more.max() > 0
         del noise, more

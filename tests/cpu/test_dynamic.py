@@ -252,23 +252,6 @@ def test_an_op_that_cannot_fit_is_named_before_it_runs(profile: HardwareProfile)
     assert model.weight.grad is not None
 
 
-def test_what_the_program_holds_stays(profile: HardwareProfile) -> None:
-    """Letting go of it would make no room, and moving it would be for nothing."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
-    with elbowroom.fit(model, sgd(model), 400_000, mode="dynamic", min_offload_bytes=1, profile=profile) as room:
-        held = [torch.randn(300, WIDTH)]
-
-        def run() -> None:
-            with room.step():
-                for layer in model:
-                    held.append(layer(held[-1]).tanh())
-
-        with pytest.raises(Infeasible):
-            run()
-        assert room._transfers.offloaded_bytes == 0
-        held.clear()
-
-
 def test_a_chain_of_dropped_storages_is_longer_than_any_recursion(profile: HardwareProfile) -> None:
     depth = 2000
     x = torch.nn.Parameter(torch.linspace(-1, 1, 512))
@@ -774,7 +757,7 @@ def test_too_large_a_batch_costs_nothing_but_its_step(policy: str, profile: Hard
     options = DEEP | {"policy": policy, "profile": profile}
     with elbowroom.fit(model, optimizer, NARROW, **options) as room:
         losses.append(run_in(room, step, 300))
-        for rows in (360, 420, 520, 900, 5000):
+        for rows in (1400, 2000, 2600, 5000, 9000):
             before = [each.detach().clone() for each in model.parameters()]
             with pytest.raises(Infeasible) as caught:
                 run_in(room, step, rows)

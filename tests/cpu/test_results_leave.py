@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import elbowroom
 from elbowroom.ir.hardware import HardwareProfile
@@ -76,6 +78,23 @@ def supervise_each_layer(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return sum(each.square().mean() for each in outputs)
 
 
+def checkpoint_selectively(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """The checkpoints hold products, and dropout begins by allocating its result."""
+
+    def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(nn.functional.gelu(model[0](x)), 0.1)
+        return hidden.unflatten(1, (INNER // WIDTH, WIDTH)).mean(1)
+
+    x = batch.requires_grad_()
+    make_contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+    for _ in range(12):
+        x = x + checkpoint(run, x, use_reentrant=False, context_fn=make_contexts)
+    return x.square().mean()
+
+
 def clip_each_example(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Gradients by example, which nothing but the program holds."""
 
@@ -111,6 +130,8 @@ def mix_with_functional_gradients(model: nn.Module, batch: torch.Tensor) -> torc
         (penalize_jacobians, 6_600_000),
         (follow_a_teacher, 3_300_000),
         (supervise_each_layer, 6_000_000),
+        (supervise_each_layer, 14_000_000),
+        (checkpoint_selectively, 3_600_000),
         (clip_each_example, 9_000_000),
         (mix_with_functional_gradients, 3_400_000),
     ],

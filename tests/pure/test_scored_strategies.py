@@ -632,8 +632,13 @@ def test_runs_are_recomputed_if_that_is_faster() -> None:
 @pytest.mark.parametrize("option", ["nodes=0", "seconds=0", "seconds=nan"])
 @pytest.mark.parametrize("strategy", ["checkmate", "tvdnn_ilp"])
 def test_invalid_limits_are_rejected(strategy: str, option: str) -> None:
-    with pytest.raises(UsageError, match="nodes >= 1 and seconds > 0"):
+    with pytest.raises(UsageError, match=r"nodes >= 1 and seconds > 0|takes float from 0 on, not 'nan'"):
         plan_at(CHAIN, make_costs(CHAIN), 0.5, f"{strategy}:{option}")
+
+
+def test_negative_numbers_are_rejected() -> None:
+    with pytest.raises(UsageError, match="effort takes float from 0 on, not '-1'"):
+        plan_at(CHAIN, make_costs(CHAIN), 0.5, "auto:effort=-1")
 
 
 def test_checkmate_rejects_too_few_stages() -> None:

@@ -50,6 +50,7 @@ def test_simulated_policies(tmp_path: pathlib.Path) -> None:
         (["share", "--memory", "many"], "--memory"),
         (["share", "--memory", "1GiB", "--policy", "no_such"], "no_such"),
         (["share", "--memory", "1GiB", "--device", "../x"], "is no device"),
+        (["share", "--memory", "1GiB", "--device", "tpu"], "is no device"),
         (["share", "--memory", "1GiB", "--quantum", "-1"], "seconds above 0"),
         (["share", "--simulate", "missing.json"], "cannot read missing.json"),
         (["jobs"], "no device is shared"),

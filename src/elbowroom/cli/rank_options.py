@@ -153,8 +153,8 @@ class RankOptions:
         parts = [part.strip() for part in (self.ranks or "").split(",")]
         if len(parts) > MOST_COUNTS or not all(part.isdecimal() and 0 < int(part) < 1 << 31 for part in parts):
             raise UsageError(
-                f"--ranks: {self.ranks!r} is not a number of ranks from 1 on, or up to {MOST_COUNTS} of them such as "
-                "8,64,1024"
+                f"--ranks: {self.ranks!r} is not a number of ranks from 1 to {(1 << 31) - 1}, or up to {MOST_COUNTS} "
+                "of them such as 8,64,1024"
             )
         return tuple(dict.fromkeys(map(int, parts)))
 

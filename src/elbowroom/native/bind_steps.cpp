@@ -267,11 +267,14 @@ void bind_watch(py::module_& module) {
           "ops whose tensor arguments take at least so many bytes.")
       .def("stop_recording", &OpWatch::pass)
       .def("note_results", &OpWatch::note_results, py::arg("least_bytes"), "Note results of at least so many bytes, from now on.")
+      .def("note_saved", &OpWatch::note_saved, py::arg("tensor"),
+          "Note a saved tensor that autograd is given, as results of ops are noted.")
       .def("list_results", [](const OpWatch& watch) {
             py::list found;
-            for (const c10::Storage& each : watch.list_results()) found.append(wrap(each));
+            for (const auto& [storage, is_saved] : watch.list_results()) found.append(py::make_tuple(wrap(storage), is_saved));
             return found;
-          }, "Return the storages of results that ops have made, as far as they are still there and may leave in place.")
+          }, "Return the storages of tensors that were noted, as far as they are still there and may leave in place, and "
+             "whether they are of saved tensors.")
       .def("restore_limit", &OpWatch::restore_limit, "Have a device's allocator limit requests, unless an op runs that must not be refused any.")
       .def("run_region", &run_region, py::arg("name"), py::arg("inputs"), py::arg("written"), py::arg("call"),
           "Run compiled code, which writes to the `written` tensors, as one op, and return the result of `call`.")
@@ -286,6 +289,7 @@ void bind_watch(py::module_& module) {
       .def_property(
           "limit_bytes", [](const OpWatch& watch) { return watch.limit_bytes.load(); },
           [](OpWatch& watch, int64_t nbytes) { watch.limit_bytes = nbytes; });
+  module.def("began_with_gil", &PythonCall::began_with_gil, "Return whether this thread held the GIL when an op called Python.");
   module.def("set_watchers", &set_watchers, py::arg("watchers"), "Set the watchers that run every op of this thread.");
   module.def(
       "replace_device_counts",

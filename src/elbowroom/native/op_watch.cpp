@@ -426,28 +426,35 @@ void keep_parts(const at::Tensor& tensor) {
 
 }  // namespace
 
-void OpWatch::note_result(const at::Tensor& tensor) {
+void OpWatch::note_result(const at::Tensor& tensor, bool is_saved) {
   if (tensor.is_sparse() || at::sparse_csr::is_sparse_compressed(tensor)) return keep_parts(tensor);
   if (!is_plain(tensor, device_)) return;
   if (!tensor.is_floating_point() && !tensor.is_complex()) return;  // composite ops may read lengths without an op
   const c10::Storage& storage = tensor.storage();
   if (static_cast<int64_t>(storage.nbytes()) < noted_bytes_) return;
   const std::lock_guard<std::mutex> guard(table_->mutex);
-  if (!results_.empty() && results_.back()._unsafe_get_target() == storage.unsafeGetStorageImpl()) return;
+  const auto is_last = [&](const Result& last) { return last.storage._unsafe_get_target() == storage.unsafeGetStorageImpl(); };
+  if (!results_.empty() && is_last(results_.back()) && results_.back().is_saved >= is_saved) return;
   if (results_.size() >= sweep_results_at_) {
-    std::erase_if(results_, [](const auto& each) { return each.expired(); });
+    std::erase_if(results_, [](const Result& each) { return each.storage.expired(); });
     sweep_results_at_ = std::max(sweep_results_at_, 2 * results_.size());
   }
-  results_.push_back(storage.getWeakStorageImpl());
+  results_.push_back({storage.getWeakStorageImpl(), is_saved});
 }
 
-std::vector<c10::Storage> OpWatch::list_results() const {
-  std::vector<c10::Storage> found;
-  std::unordered_set<const c10::StorageImpl*> seen;
+std::vector<std::pair<c10::Storage, bool>> OpWatch::list_results() const {
+  std::vector<std::pair<c10::Storage, bool>> found;
+  std::unordered_map<const c10::StorageImpl*, size_t> places;
   const std::lock_guard<std::mutex> guard(table_->mutex);
-  for (const auto& each : results_) {
-    if (!seen.insert(each._unsafe_get_target()).second) continue;
-    if (auto storage = each.lock()) found.emplace_back(std::move(storage));
+  for (const Result& each : results_) {
+    const auto [place, is_new] = places.emplace(each.storage._unsafe_get_target(), found.size());
+    if (!is_new) {
+      if (place->second < found.size()) found[place->second].second |= each.is_saved;
+    } else if (auto storage = each.storage.lock()) {
+      found.emplace_back(std::move(storage), each.is_saved);
+    } else {
+      places.erase(place);
+    }
   }
   return found;
 }

@@ -25,7 +25,7 @@ inline bool is_python_there() {
 class PythonCall {
  public:
   PythonCall() {
-    ++depth_;
+    if (depth_++ == 0) began_with_gil_ = had_gil_;
     PyErr_Fetch(&type_, &value_, &traceback_);  // an allocation may be part of handling an error
   }
   ~PythonCall() {
@@ -39,6 +39,9 @@ class PythonCall {
 
   // Returns whether this thread calls Python from the middle of an op.
   static bool is_inside() { return depth_ > 0; }
+
+  // Returns whether this thread held the GIL before: PyTorch's ops do not, and extensions in C++ often do.
+  static bool began_with_gil() { return depth_ > 0 && began_with_gil_; }
 
   // Python exceptions in `call` propagate through the op.
   template <typename Call>
@@ -55,7 +58,9 @@ class PythonCall {
 
  private:
   static inline thread_local int depth_ = 0;
+  static inline thread_local bool began_with_gil_ = false;
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  const bool had_gil_ = PyGILState_Check() != 0;
   const pybind11::gil_scoped_acquire gil_;
   // The op excludes dispatch keys for its own inner ops, which must not apply to ops of Python.
   const c10::impl::ForceDispatchKeyGuard default_keys_{

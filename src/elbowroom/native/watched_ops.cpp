@@ -420,6 +420,8 @@ void note_results(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
   const Watchers* watchers = thread.busy > 0 || !op.hasSchema() ? nullptr : find_watchers(thread);
   OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native();
   if (watch == nullptr || !watch->notes_results()) return;
+  const OpKind* const kind = find_kind(op);
+  if (kind == nullptr || !kind->uses_memory) return;  // a view of what may be older than the step
   for (size_t i = stack.size() - op.schema().returns().size(); i < stack.size(); ++i) {
     visit_tensors(stack[i], [&](const at::Tensor& each) { watch->note_result(each); });
   }

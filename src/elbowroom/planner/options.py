@@ -6,8 +6,10 @@ values, so a strategy declares them nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
+import math
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -101,10 +103,10 @@ def describe(kind: Any) -> str:
 def _read(kind: Any, text: str, what: str) -> Any:
     choices = typing.get_args(kind) or ({"true": True, "false": False} if kind is bool else None)
     if choices is None:
-        try:
-            return kind(text)
-        except ValueError:
-            raise UsageError(f"{what} takes {describe(kind)}, not {text!r}") from None
+        with contextlib.suppress(ValueError):
+            if 0 <= (value := kind(text)) < math.inf:
+                return value
+        raise UsageError(f"{what} takes {describe(kind)} from 0 on, not {text!r}")
     if text not in choices:
         raise UsageError(f"{what} must be one of {describe(kind)}, not {text!r}")
     return choices[text] if isinstance(choices, dict) else text

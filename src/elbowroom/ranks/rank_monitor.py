@@ -132,7 +132,9 @@ class RankMonitor:
                 last, heard = beat, now
             failure = self._find_failure()
             if not failure and now - heard > self._group.timeout_seconds:
-                failure = f"rank {next_rank} gives no sign of life for {now - heard:.0f} s; its last: {last}"
+                failure = (
+                    f"rank {next_rank} gives no sign of life for {now - heard:.0f} s; its last: {_read_beat(last)}"
+                )
             failure = failure or stuck
             # Once a step has an error, the program handles it.
             noticed = min(noticed, now) if failure and self.is_waiting else math.inf
@@ -191,5 +193,10 @@ class RankMonitor:
         with contextlib.suppress(RuntimeError):
             key = self._name_beat(rank)
             if self._store.check([key]):
-                return f"; its last sign of life: {self._store.get(key).decode()}"
+                return f"; its last sign of life: {_read_beat(self._store.get(key).decode())}"
         return ""
+
+
+def _read_beat(beat: str) -> str:
+    """Return what a rank did at a sign of life, without its number."""
+    return beat.partition(", ")[2] or beat

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from elbowroom.hooks.compiled_regions import show_regions
-from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
+from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.runtime.state_pager import StatePager
+from elbowroom.runtime.watched_uses import show_moves
 
 LARGE = 8
 """Arguments and results above this share of the budget are away while their op runs in slices."""
@@ -90,5 +90,4 @@ class LargeTensors:
 
     def _begin(self) -> None:
         """Have what is away come back before it is used."""
-        show_regions()
-        restore_before_access(self._pager)
+        show_moves(self._pager)

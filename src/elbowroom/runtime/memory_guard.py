@@ -25,8 +25,7 @@ from elbowroom.slicing.registry import list_rules
 from elbowroom.units import format_bytes
 
 ALLOCATING = ("a request of", "aten.empty", "aten.full", "aten.new_", "aten.ones", "aten.zeros")
-"""Beginnings of what allocates a tensor: no op, or one that does nothing else. That may be an extension in C++, which
-holds addresses of other tensors."""
+"""Beginnings of what allocates a tensor: no op, or one that does nothing else."""
 
 
 class MemoryGuard:
@@ -131,11 +130,22 @@ class MemoryGuard:
                 return actions
             if self.move_state(short_bytes):
                 break
-            if waits and not what.startswith(ALLOCATING) and self._move_results(short_bytes):
+            if waits and not self._may_be_extension(what) and self._move_results(short_bytes):
                 break
             if self._pager is None or not waits or not others.wait():
                 raise self.explain(short_bytes, nbytes, what)
         return []
+
+    def _may_be_extension(self, what: str) -> bool:
+        """Tell whether an allocation may be that of an extension in C++, which may hold addresses of other tensors.
+
+        PyTorch gives up the GIL before it runs an op that Python calls, and where autograd computes gradients.
+        """
+        if not what.startswith(ALLOCATING):
+            return False
+        node = torch._C._current_autograd_node()
+        is_foreign = node is not None and "CppNode" in node.name()
+        return what.startswith("a request") or is_foreign or self._native.began_with_gil()
 
     def _move_results(self, missing_bytes: int) -> int:
         """Move out results of ops that the program or autograd's engine holds. Return the bytes freed.
@@ -145,23 +155,23 @@ class MemoryGuard:
         """
         if self._pager is None or not self._native.is_any_state_managed():
             return 0
-        if distributed.is_available() and distributed.is_initialized():  # which reads gradients by their addresses
-            return 0
+        spares_gradients = distributed.is_available() and distributed.is_initialized()  # their addresses are read there
         table, sections = self._state.storages.table, self._pager.sections
         freed_bytes = 0
         held_and_saved = []
-        for storage in self._state.watcher.list_results():
+        for storage, was_saved in self._state.watcher.list_results():
             if freed_bytes >= missing_bytes:
                 return freed_bytes
             if self.is_paged(storage) or is_shared(storage) or not storage.resizable():
                 continue
             saved = table.find(storage)
-            if saved is None or saved.record.id < 0:
-                if saved is None or not saved.is_persistent:
-                    table.stay(storage)  # if autograd saves it later, it goes on leaving in place
-                    freed_bytes += sections.page_out(storage, None)
-            elif not saved.is_persistent:
+            if saved is not None and saved.is_persistent:
+                continue
+            if saved is not None and saved.record.id >= 0:
                 held_and_saved.append((storage, saved))
+            elif was_saved or not spares_gradients:
+                table.stay(storage)  # if autograd saves it later, it goes on leaving in place
+                freed_bytes += sections.page_out(storage, None)
         for storage, saved in held_and_saved:
             if freed_bytes >= missing_bytes:
                 break

@@ -19,17 +19,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elbowroom.hooks.compiled_regions import show_regions
-from elbowroom.hooks.exposed_memory import is_shared, restore_before_access
+from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.grouped_step import GroupedStep, find_groupable
 from elbowroom.hooks.ledger import Ledger
-from elbowroom.hooks.profilers import show_state_to_profilers
 from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.native import library
 from elbowroom.runtime.other_threads import may_look
 from elbowroom.runtime.paged_storages import PagedStorages
 from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.transfers import Transfers
+from elbowroom.runtime.watched_uses import WatchedUses, show_moves
 
 SOON = 0.25
 """Share of a step's uses of state. What is used within so many is better kept than activations."""
@@ -119,6 +118,7 @@ class StatePager:
         self.storages = PagedStorages(transfers, ledger, functools.partial(_limit, weakref.ref(self)))
         self.sections = Sections(self.storages, transfers)
         self.is_active = False
+        self._uses = WatchedUses(self.storages.table)
         self.follows_plan = False
 
     # -- what the room calls --------------------------------------------------------------------------------------
@@ -132,14 +132,15 @@ class StatePager:
             may_move: whether the step may need state to leave. Ops are watched for that only if so, and if the state is
                 large, or an earlier step had too little room.
             is_planned: whether the step's plan moves state. Then ops are watched in any case.
-            is_unknown: whether no step like this one is known. Then ops are watched if `may_move`, so that their
-                results can leave.
+            is_unknown: whether no step like this one is known. Then ops are watched, so that their results can leave.
         """
         self.budget_bytes = budget_bytes
         self._thread = threading.get_ident()
         self.follows_plan = False
         self.storages.refusal = ""
-        self._release_held()
+        for record in self._held:
+            record.is_written = True  # by its address
+        self._held.clear()
         live_bytes = self._ledger.live_bytes
         missing_bytes = live_bytes - budget_bytes
         is_watching = self._native.is_any_state_managed()
@@ -150,7 +151,10 @@ class StatePager:
             self._activate()
         elif self.is_active and not self.count_away() and not made:
             self._deactivate()
-        self._watch_uses(is_unknown and may_move and not self.is_active)
+        if is_unknown and not self.is_active:
+            self._uses.begin(self)
+        else:
+            self._uses.end()
         if is_watching or self._native.is_any_state_managed():
             self._native.update_watching()  # the step may run in another thread than the last one
             self._native.limit_lists(budget_bytes // LISTS if self.is_active or made else WHOLE_LISTS)
@@ -177,6 +181,7 @@ class StatePager:
         """
         if not self.is_active:
             self._was_short = True  # ops that run now are not known to use state: it can leave in the next step
+            self._uses.begin(self)
         if spares_soon and not self._comes_first:
             return 0
         with self.storages.lock:
@@ -301,7 +306,7 @@ class StatePager:
         if self.is_active:
             return
         self.is_active = True
-        self._show_moves()
+        show_moves(self)
         self._note_new()
 
         def find_group_bytes() -> int | None:
@@ -314,22 +319,10 @@ class StatePager:
             GroupedStep(each, find_group_bytes, may_hold, self._hold) for each in find_groupable(self._optimizers)
         ]
 
-    def _watch_uses(self, watches: bool) -> None:
-        """Set whether ops note what they use while state stays, so that their results can leave from any op on."""
-        if watches:
-            self._show_moves()
-        self.storages.table.watch_uses(watches)
-
-    def _show_moves(self) -> None:
-        """Have what is away come back where it is used without an op."""
-        show_regions()
-        show_state_to_profilers()
-        restore_before_access(self)
-
     def _deactivate(self) -> None:
         """Watch no more. All state is in memory."""
         self._held.clear()
-        self._watch_uses(False)
+        self._uses.end()
         while self._grouped:
             self._grouped.pop().remove()
         self.storages.clear()
@@ -354,11 +347,6 @@ class StatePager:
         if self.storages.refusal:  # what should have left stays
             self.storages.require(nbytes, self.budget_bytes or 0)
         return held
-
-    def _release_held(self) -> None:
-        for record in self._held:
-            record.is_written = True  # by its address
-        self._held.clear()
 
 
 def _limit(pager: weakref.ref[StatePager], nbytes: int) -> int | None:

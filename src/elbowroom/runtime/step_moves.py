@@ -81,6 +81,7 @@ class StepMoves:
         self._leave(tick)
         actions = self._machine.feed(StorageNeeded(saved.record.id, tick))
         given = self._executor.serve(saved, packed.index, actions) if actions else saved.view(packed.index)
+        self._state.watcher.note_saved(given)  # a compiled graph holds all that it is given to its end
         self._come_back(tick)
         return given
 

@@ -184,7 +184,9 @@ class Broker:
             silence = self._clock.listening - job.heard
             if silence > self.options.heartbeat_seconds and not job.is_silent:
                 job.is_silent = has_changed = True
-            if job.is_silent and self.options.end_seconds is not None and silence > self.options.end_seconds:
+            may_end = self.options.end_seconds is not None and silence > self.options.end_seconds
+            if job.is_silent and may_end and not job.is_ended:
+                job.is_ended = True
                 self._effects.append(EndProcess(job.pid))
         return self._decide() if has_changed or self.leases.has_turned(self._clock.now) else self._flush()
 

@@ -36,6 +36,7 @@ class JobRecord:
         residue_bytes: held even while it waits.
         used_bytes: peak that the job has measured since its last confirmation.
         since: time at which it was admitted, paused, or joined.
+        is_ended: its process has been told to end.
         is_resting: it needs no lease for now.
         steps_at_start: steps made when it was admitted.
         heard: seconds for which the broker had listened when its last message came.
@@ -62,6 +63,7 @@ class JobRecord:
     steps_at_start: int = 0
     step_seconds: float = 0.0
     is_silent: bool = False
+    is_ended: bool = False
     is_resting: bool = False
 
     @property

@@ -107,7 +107,7 @@ def find_address(device: str, folder: str | None = None) -> BrokerAddress:
         folder: by default $ELBOWROOM_SHARE_FOLDER, then a folder in $XDG_RUNTIME_DIR or the temporary folder.
     """
     name = "cuda:0" if device == "cuda" else device
-    if not re.fullmatch(r"[a-z]+(:[0-9]+)?", name):
+    if not re.fullmatch(r"cpu|cuda:[0-9]+", name):
         raise UsageError(f"{device!r} is no device: write cpu, cuda or cuda:N")
     chosen = folder or os.environ.get(FOLDER_VARIABLE)
     if chosen:
