@@ -138,6 +138,9 @@ SavePtr SavedTensors::save(const at::Tensor& tensor) {
 }
 
 void SavedTensors::keep(const SavePtr& save, const at::Tensor& tensor, const StorageRecordPtr& record) {
+  // The program's dispatch modes are not called: plain PyTorch makes no such tensor, and the table is locked.
+  const bool is_plain = !tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+  const c10::impl::ExcludeDispatchKeyGuard modes(is_plain ? c10::DispatchKeySet(c10::DispatchKey::Python) : c10::DispatchKeySet());
   const bool may_move = !save->handle && record->id >= 0 && !record->is_staying;
   if (may_move && is_logging_ && planned_->contains(record->id)) {
     save->view = std::make_shared<SavedView>(tensor);
