@@ -271,10 +271,10 @@ void bind_watch(py::module_& module) {
           "Note a saved tensor that autograd is given, as results of ops are noted.")
       .def("list_results", [](const OpWatch& watch) {
             py::list found;
-            for (const auto& [storage, is_saved] : watch.list_results()) found.append(py::make_tuple(wrap(storage), is_saved));
+            for (const auto& [storage, is_gradient] : watch.list_results()) found.append(py::make_tuple(wrap(storage), is_gradient));
             return found;
           }, "Return the storages of tensors that were noted, as far as they are still there and may leave in place, and "
-             "whether they are of saved tensors.")
+             "whether they may be gradients.")
       .def("restore_limit", &OpWatch::restore_limit, "Have a device's allocator limit requests, unless an op runs that must not be refused any.")
       .def("run_region", &run_region, py::arg("name"), py::arg("inputs"), py::arg("written"), py::arg("call"),
           "Run compiled code, which writes to the `written` tensors, as one op, and return the result of `call`.")

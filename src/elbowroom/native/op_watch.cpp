@@ -433,13 +433,14 @@ void OpWatch::note_result(const at::Tensor& tensor, bool is_saved) {
   const c10::Storage& storage = tensor.storage();
   if (static_cast<int64_t>(storage.nbytes()) < noted_bytes_) return;
   const std::lock_guard<std::mutex> guard(table_->mutex);
+  const bool may_be_gradient = !is_saved && is_in_backward_pass();
   const auto is_last = [&](const Result& last) { return last.storage._unsafe_get_target() == storage.unsafeGetStorageImpl(); };
-  if (!results_.empty() && is_last(results_.back()) && results_.back().is_saved >= is_saved) return;
+  if (!results_.empty() && is_last(results_.back()) && results_.back().may_be_gradient <= may_be_gradient) return;
   if (results_.size() >= sweep_results_at_) {
     std::erase_if(results_, [](const Result& each) { return each.storage.expired(); });
     sweep_results_at_ = std::max(sweep_results_at_, 2 * results_.size());
   }
-  results_.push_back({storage.getWeakStorageImpl(), is_saved});
+  results_.push_back({storage.getWeakStorageImpl(), may_be_gradient});
 }
 
 std::vector<std::pair<c10::Storage, bool>> OpWatch::list_results() const {
@@ -449,9 +450,9 @@ std::vector<std::pair<c10::Storage, bool>> OpWatch::list_results() const {
   for (const Result& each : results_) {
     const auto [place, is_new] = places.emplace(each.storage._unsafe_get_target(), found.size());
     if (!is_new) {
-      if (place->second < found.size()) found[place->second].second |= each.is_saved;
+      if (place->second < found.size()) found[place->second].second &= each.may_be_gradient;
     } else if (auto storage = each.storage.lock()) {
-      found.emplace_back(std::move(storage), each.is_saved);
+      found.emplace_back(std::move(storage), each.may_be_gradient);
     } else {
       places.erase(place);
     }

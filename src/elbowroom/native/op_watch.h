@@ -130,13 +130,13 @@ class OpWatch {
   // Notes results of at least so many bytes from now on, while there is managed state: they may have to leave as it does.
   void note_results(int64_t least_bytes) { noted_bytes_ = least_bytes; }
   bool notes_results() const { return noted_bytes_ < NEVER && StateTable::is_any_managed() && !is_closed_; }
-  // `is_saved`: whether it is a saved tensor that autograd is given, and no result of an op.
+  // `is_saved`: whether it is a saved tensor that autograd is given. A result of a backward pass may be a gradient.
   void note_result(const at::Tensor& tensor, bool is_saved = false);
   // Notes a saved tensor that autograd is given, unless an op of another thread may use it that began unnoticed.
   void note_saved(const at::Tensor& tensor) {
     if (knows_uses_ && notes_results()) note_result(tensor, true);
   }
-  // Returns the storages of noted tensors that are still there, oldest first, and whether they are of saved ones.
+  // Returns the storages of noted tensors that are still there, oldest first, and whether they may be gradients.
   std::vector<std::pair<c10::Storage, bool>> list_results() const;
 
   // Ends the step: every op passes unwatched.
@@ -219,7 +219,7 @@ class OpWatch {
   std::unordered_map<int64_t, RecordedOpPtr> by_tick_;  // with the table's mutex
   struct Result {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    bool is_saved;
+    bool may_be_gradient;
   };
   std::vector<Result> results_;  // likewise
   const bool knows_uses_ = StateTable::is_any_managed();  // of all ops, from the beginning of the step

@@ -159,7 +159,7 @@ class MemoryGuard:
         table, sections = self._state.storages.table, self._pager.sections
         freed_bytes = 0
         held_and_saved = []
-        for storage, was_saved in self._state.watcher.list_results():
+        for storage, may_be_gradient in self._state.watcher.list_results():
             if freed_bytes >= missing_bytes:
                 return freed_bytes
             if self.is_paged(storage) or is_shared(storage) or not storage.resizable():
@@ -169,7 +169,7 @@ class MemoryGuard:
                 continue
             if saved is not None and saved.record.id >= 0:
                 held_and_saved.append((storage, saved))
-            elif was_saved or not spares_gradients:
+            elif not (may_be_gradient and spares_gradients):
                 table.stay(storage)  # if autograd saves it later, it goes on leaving in place
                 freed_bytes += sections.page_out(storage, None)
         for storage, saved in held_and_saved:
