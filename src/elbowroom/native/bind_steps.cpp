@@ -274,7 +274,7 @@ void bind_watch(py::module_& module) {
             for (const auto& [storage, is_gradient] : watch.list_results()) found.append(py::make_tuple(wrap(storage), is_gradient));
             return found;
           }, "Return the storages of tensors that were noted, as far as they are still there and may leave in place, and "
-             "whether they may be gradients.")
+             "whether they may be gradients, or buffers for them.")
       .def("restore_limit", &OpWatch::restore_limit, "Have a device's allocator limit requests, unless an op runs that must not be refused any.")
       .def("run_region", &run_region, py::arg("name"), py::arg("inputs"), py::arg("written"), py::arg("call"),
           "Run compiled code, which writes to the `written` tensors, as one op, and return the result of `call`.")

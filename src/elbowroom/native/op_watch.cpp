@@ -426,14 +426,14 @@ void keep_parts(const at::Tensor& tensor) {
 
 }  // namespace
 
-void OpWatch::note_result(const at::Tensor& tensor, bool is_saved) {
+void OpWatch::note_result(const at::Tensor& tensor, Origin origin) {
   if (tensor.is_sparse() || at::sparse_csr::is_sparse_compressed(tensor)) return keep_parts(tensor);
   if (!is_plain(tensor, device_)) return;
   if (!tensor.is_floating_point() && !tensor.is_complex()) return;  // composite ops may read lengths without an op
   const c10::Storage& storage = tensor.storage();
   if (static_cast<int64_t>(storage.nbytes()) < noted_bytes_) return;
   const std::lock_guard<std::mutex> guard(table_->mutex);
-  const bool may_be_gradient = !is_saved && is_in_backward_pass();
+  const bool may_be_gradient = origin == Origin::FACTORY || (origin == Origin::OP && is_in_backward_pass());
   const auto is_last = [&](const Result& last) { return last.storage._unsafe_get_target() == storage.unsafeGetStorageImpl(); };
   if (!results_.empty() && is_last(results_.back()) && results_.back().may_be_gradient <= may_be_gradient) return;
   if (results_.size() >= sweep_results_at_) {

@@ -130,13 +130,18 @@ class OpWatch {
   // Notes results of at least so many bytes from now on, while there is managed state: they may have to leave as it does.
   void note_results(int64_t least_bytes) { noted_bytes_ = least_bytes; }
   bool notes_results() const { return noted_bytes_ < NEVER && StateTable::is_any_managed() && !is_closed_; }
-  // `is_saved`: whether it is a saved tensor that autograd is given. A result of a backward pass may be a gradient.
-  void note_result(const at::Tensor& tensor, bool is_saved = false);
+  enum class Origin {
+    OP,
+    FACTORY,  // an op without tensor arguments
+    SAVED,    // autograd is given a saved tensor
+  };
+  void note_result(const at::Tensor& tensor, Origin origin);
   // Notes a saved tensor that autograd is given, unless an op of another thread may use it that began unnoticed.
   void note_saved(const at::Tensor& tensor) {
-    if (knows_uses_ && notes_results()) note_result(tensor, true);
+    if (knows_uses_ && notes_results()) note_result(tensor, Origin::SAVED);
   }
-  // Returns the storages of noted tensors that are still there, oldest first, and whether they may be gradients.
+  // Returns the storages of noted tensors that are still there, oldest first, and whether they may be
+  // gradients, or buffers for them.
   std::vector<std::pair<c10::Storage, bool>> list_results() const;
 
   // Ends the step: every op passes unwatched.

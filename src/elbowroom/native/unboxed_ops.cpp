@@ -200,7 +200,10 @@ struct Unboxed<Op, Result(Arguments...)> {
     Returned<Result> returned;
     returned = run_with_state(kind, thread, run, arguments...);
     watch.move_state(count.position, false);  // what the op has used is free to leave by now
-    if (kind.uses_memory && watch.notes_results()) visit_result(*returned.value, [&](const at::Tensor& each) { watch.note_result(each); });
+    if (kind.uses_memory && watch.notes_results()) {
+      const auto origin = kind.is_source ? OpWatch::Origin::FACTORY : OpWatch::Origin::OP;
+      visit_result(*returned.value, [&](const at::Tensor& each) { watch.note_result(each, origin); });
+    }
     return returned.get();
   }
 

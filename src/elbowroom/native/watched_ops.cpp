@@ -422,8 +422,9 @@ void note_results(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
   if (watch == nullptr || !watch->notes_results()) return;
   const OpKind* const kind = find_kind(op);
   if (kind == nullptr || !kind->uses_memory) return;  // a view of what may be older than the step
+  const auto origin = kind->is_source ? OpWatch::Origin::FACTORY : OpWatch::Origin::OP;
   for (size_t i = stack.size() - op.schema().returns().size(); i < stack.size(); ++i) {
-    visit_tensors(stack[i], [&](const at::Tensor& each) { watch->note_result(each); });
+    visit_tensors(stack[i], [&](const at::Tensor& each) { watch->note_result(each, origin); });
   }
 }
 
