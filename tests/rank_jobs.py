@@ -384,6 +384,11 @@ def parallelize_and_shard(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh["data"])
 
 
+def compile_replica(model: nn.Module) -> nn.Module:
+    """Make replicas whose graphs run op by op."""
+    return replicate()(torch.compile(model, backend="aot_eager"))
+
+
 def compress(model: nn.Module) -> nn.Module:
     """Make replicas that send gradients in half precision."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -456,6 +461,7 @@ CASES |= {
     "buffers": RankCase(Buffered, (512, WIDTH), sgd, replicate()),
     "compressed": RankCase(Transformer, WORDS, adamw, compress, clips=True),
     "checkpointed": RankCase(Checkpointed, WORDS, adamw, replicate()),
+    "compiled": RankCase(Transformer, WORDS, adamw, compile_replica),
     "spread optimizer": RankCase(Transformer, WORDS, zero, replicate()),
     "sharded decoders": RankCase(Decoders, WORDS, adamw, shard()),
     "sharded, clipped": RankCase(Transformer, WORDS, adamw, shard(), clips=True),

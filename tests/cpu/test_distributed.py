@@ -43,6 +43,8 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("reduced in place", 1_700_000, {"manages": "activations", "strategy": "recompute_all"}),
     ("static graph", 1_900_000, {"mode": "dynamic"}),
     ("wide layers", 11_000_000, {}),
+    ("transformer", 1_250_000, {}),
+    ("compiled", 1_500_000, {}),
 )
 """Jobs with budgets and options of their rooms."""
 
