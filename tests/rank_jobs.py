@@ -386,7 +386,7 @@ def parallelize_and_shard(model: nn.Module) -> nn.Module:
 
 def compile_replica(model: nn.Module) -> nn.Module:
     """Make replicas whose graphs run op by op."""
-    return replicate()(torch.compile(model, backend="aot_eager"))
+    return DistributedDataParallel(torch.compile(model, backend="aot_eager"))
 
 
 def compress(model: nn.Module) -> nn.Module:

@@ -76,7 +76,15 @@ def make_pager(job: Job, transfers: Transfers, ledger: Ledger) -> StatePager:
     """Return the pager of a job's state."""
     load_native()  # the extension asks what it does not know of an op, also between steps
     list_state, optimizers = (job.list_movable, job.optimizers) if job.moves_state else (list, ())
-    return StatePager(job.device, list_state, optimizers, transfers, ledger, job.config.min_offload_bytes)
+    return StatePager(
+        job.device,
+        list_state,
+        optimizers,
+        transfers,
+        ledger,
+        job.config.min_offload_bytes,
+        moves_results=job.moves_state,
+    )
 
 
 def plan_ahead(

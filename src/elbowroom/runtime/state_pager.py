@@ -81,6 +81,7 @@ class StatePager:
         transfers: moves bytes to the tier below and back.
         ledger: counts bytes on the device.
         min_bytes: smaller storages stay on the device.
+        moves_results: whether results of ops may leave although no state may.
 
     Attributes:
         sections: parts of storages that are away.
@@ -100,6 +101,8 @@ class StatePager:
         transfers: Transfers,
         ledger: Ledger,
         min_bytes: int,
+        *,
+        moves_results: bool = True,
     ) -> None:
         self._native = library.load()
         self._device = device
@@ -118,7 +121,7 @@ class StatePager:
         self.storages = PagedStorages(transfers, ledger, functools.partial(_limit, weakref.ref(self)))
         self.sections = Sections(self.storages, transfers)
         self.is_active = False
-        self._uses = WatchedUses(self.storages.table)
+        self._uses = WatchedUses(self.storages.table, may_watch=moves_results)
         self.follows_plan = False
 
     # -- what the room calls --------------------------------------------------------------------------------------

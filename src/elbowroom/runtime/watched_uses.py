@@ -22,15 +22,17 @@ class WatchedUses:
 
     Args:
         table: of the extension; has a record of each storage that has left.
+        may_watch: False to leave ops alone.
     """
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Any, *, may_watch: bool) -> None:
         self._table = table
+        self._may_watch = may_watch
         self._are_watched = False
 
     def begin(self, restorer: Restorer) -> None:
         """Have ops note what they use, from the next one on."""
-        if not self._are_watched:
+        if self._may_watch and not self._are_watched:
             self._are_watched = True
             show_moves(restorer)
             self._table.watch_uses(True)
