@@ -184,7 +184,8 @@ class StatePager:
         """
         if not self.is_active:
             self._was_short = True  # ops that run now are not known to use state: it can leave in the next step
-            self._uses.begin(self)
+            if self.budget_bytes is not None:  # else the room is closed
+                self._uses.begin(self)
         if spares_soon and not self._comes_first:
             return 0
         with self.storages.lock:
