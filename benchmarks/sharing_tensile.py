@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import pathlib
 import random
 import statistics
@@ -34,6 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+from tensile_logs import LOGGED_SECONDS, slow_down
 from writing import write_results
 
 import elbowroom
@@ -72,12 +72,6 @@ MODELS: dict[str, tuple[str, tuple[tuple[float, float, float], ...]]] = {
 """Spec, and (warm saving, cold saving, overhead) of TENSILE for 1, 2 and 3 jobs."""
 
 
-LOGGED_SECONDS = {
-    "VGG-16": 29.1 / 50, "Inception-v3": 18.2 / 50, "Inception-v4": 32.8 / 50, "ResNet-50": 19.0 / 50,
-    "DenseNet-121": 60.6 / 50,
-}  # fmt: skip
-"""A plain step at batch 16 in TENSILE's logs."""
-
 CONTEXT_BYTES = 799 << 20
 """What TENSILE's code takes the driver's context for."""
 
@@ -92,11 +86,6 @@ def find_factor(name: str, profile: HardwareProfile) -> float:
     workload = build(MODELS[name][0], batch=16, optimizer="adamw")
     trace = elbowroom.capture(workload.step, workload.model, workload.optimizer)
     return LOGGED_SECONDS[name] / pose(trace, elbowroom.price(trace, profile), 1).plain.step_seconds
-
-
-def slow_down(costs: Costs, factor: float) -> Costs:
-    """Return costs with longer op times."""
-    return dataclasses.replace(costs, op_seconds=tuple(each * factor for each in costs.op_seconds))
 
 
 def make_plans(trace: Trace, costs: Costs, budgets: list[int]) -> list[Plan]:

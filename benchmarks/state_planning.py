@@ -12,8 +12,10 @@ in each cell, or as fast where neither is slower than plain by more than 0.2 %.
 
 `tensile`: forecast overhead at the savings that TENSILE reports (K. Zhang et al., 2021, and the authors' repository:
 the savings that the final scripts use, and savings with overheads of a development version), Adam, batch 16. Their card
-has 11 GB; peaks there include the CUDA context, which forecasts do not. With --check the exit code is 1 if a saving is
-not reached, or reached with more overhead than TENSILE's where that is known.
+has 11 GB; peaks there include the CUDA context, which forecasts do not. The steps of their logs are slower than the
+card, so each model is planned at two speeds: that of the card, and that of the logs, where all op times are longer by
+one factor. With --check the exit code is 1 if, at the speed of the logs, a saving is not reached, or reached with more
+overhead than TENSILE's where that is known.
 
 `optimizer`: only the optimizer's state is away: the budget is the plain peak less its bytes. Beside the overhead stand
 the seconds of the step's compute, and of the transfer: the optimizer's state out and back. Each model has two batches:
@@ -36,6 +38,7 @@ from typing import Any
 
 import numpy as np
 from league import DEFAULT_CACHE, MODELS, Slice, find_batch, read_results, save_results
+from tensile_logs import LOGGED_SECONDS, slow_down
 
 import elbowroom
 from elbowroom.cost.transfers import offload_seconds, reload_seconds
@@ -186,11 +189,14 @@ def compare_with_tensile(options: argparse.Namespace) -> bool:
     """Run `tensile`, print, and tell whether each saving is reached with no more overhead."""
     results, slice_ = read_results(options.output), Slice(options.minutes)
     models = [model for model in options.models if model in SAVINGS]
-    for model, hardware in itertools.product(models, options.hardware):
-        cell = find_cell(results, {"part": "tensile", "model": model, "hardware": hardware, "batch": options.batch})
+    for speed, model, hardware in itertools.product(("card", "logs"), models, options.hardware):
+        key = {"part": "tensile", "speed": speed, "model": model, "hardware": hardware, "batch": options.batch}
+        cell = find_cell(results, key)
         if not slice_.has(0) or (not options.again and "overheads" in cell):
             continue
         trace, costs = find_job(model, hardware, options.batch, options.cache)
+        if speed == "logs":
+            costs = slow_down(costs, LOGGED_SECONDS[model] / pose(trace, costs, 1).plain.step_seconds)
         problem = pose(trace, costs, 1, manages=Manages.EVERYTHING)
         plain = problem.plain
         begin = time.perf_counter()
@@ -210,11 +216,14 @@ def compare_with_tensile(options: argparse.Namespace) -> bool:
         final, development, theirs = SAVINGS[cell["model"]]
         shown = ["no plan" if each is None else f"{each:.3f}" for each in cell["overheads"]]
         bound = [f"{each:.3f}" for each in cell["bounds"]]
-        print(f"{cell['model']:14} saving {final:.3f}: overhead {shown[0]} (bound {bound[0]}); saving "
-              f"{development:.3f}: {shown[1]} (bound {bound[1]}), TENSILE {theirs:.3f}; largest saving "
-              f"{cell['largest_saving']:.3f}")  # fmt: skip
+        print(
+            f"{cell['model']:14} speed of the {cell['speed']:4} saving {final:.3f}: overhead {shown[0]} (bound "
+            f"{bound[0]}); saving {development:.3f}: {shown[1]} (bound {bound[1]}), TENSILE {theirs:.3f}; largest "
+            f"saving {cell['largest_saving']:.3f}"
+        )
         ours = cell["overheads"]
-        holds &= ours[0] is not None and ours[1] is not None and ours[1] <= theirs
+        if cell["speed"] == "logs":
+            holds &= ours[0] is not None and ours[1] is not None and ours[1] <= theirs
     return holds
 
 

@@ -191,6 +191,8 @@ def test_misuse_is_explained(folder: pathlib.Path, tmp_path: pathlib.Path) -> No
     assert "--format perfetto" in fail("view", folder / "run.json", "--front", "x", "--format", "perfetto", *out)
     (tmp_path / "other.json").write_text("{}")
     assert "compare" in fail("view", folder / "run.json", "--bounds", 0, "--front", tmp_path / "other.json", *out)
+    for other in (tmp_path / "other.json", folder / "plan.json"):
+        assert "neither a trace" in fail("view", other, *out)
     assert "not a folder" in fail("view", folder / "run.json", "-o", tmp_path / "none" / "page.html")
     document = json.loads((folder / "run.json").read_text())
     document["step"]["plan"]["trace_digest"] = "0" * 64

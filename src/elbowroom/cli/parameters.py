@@ -17,13 +17,13 @@ from elbowroom.planner import strategies
 AMOUNTS = "8GiB or 8G (1024), 8GB (1000), 60% of device memory, or 60%peak for 60% of the peak without a plan"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
-Spec = Annotated[
+SPECS = (
+    "torchvision:NAME, timm:NAME, transformers:NAME, or package.module:function that returns (model, optimizer, step)."
+)
+Spec = Annotated[str, typer.Argument(metavar="SPEC", help=SPECS)]
+ScriptOrSpec = Annotated[
     str,
-    typer.Argument(
-        metavar="SPEC",
-        help="torchvision:NAME, timm:NAME, transformers:NAME, or package.module:function that returns "
-        "(model, optimizer, step).",
-    ),
+    typer.Argument(metavar="SCRIPT|SPEC", help=f"A Python file or module to run as it is; or a workload: {SPECS}"),
 ]
 TraceOrSpec = Annotated[
     str,

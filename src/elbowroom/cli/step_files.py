@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from elbowroom.report.page.content import PlanPoint
 
 _HEAD_CHARS = 4096
+_JOURNAL = '"elbowroom.journal"'
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,11 @@ def load_step(
         if trace_file is not None:
             raise UsageError(f"{path} is a trace: leave out --trace {trace_file}")
         return _load_given(terminal, path, plan_file, hardware, costs_file)
+    if _JOURNAL not in head and '"command"' not in head:
+        raise TraceError(
+            f"{path} is neither a trace, which `elbowroom capture --output` writes, nor a run, which `elbowroom run "
+            "--output` writes"
+        )
     journal, budget_bytes = load_journal(path)
     found = load_run_step(path)
     if trace_file is not None:
@@ -110,7 +116,7 @@ def load_run_step(path: Path) -> RunStep | None:
     Raises:
         TraceError: the step is damaged or of another version.
     """
-    if '"elbowroom.journal"' not in files.peek(path, _HEAD_CHARS):
+    if _JOURNAL not in files.peek(path, _HEAD_CHARS):
         return None
     found = files.load_fields({"step": RunStep, "step_version": int}, path)
     if "step" not in found:

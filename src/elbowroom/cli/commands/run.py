@@ -17,7 +17,7 @@ from elbowroom.cli.parameters import (
     Hardware,
     Json,
     ManagedByRoom,
-    Spec,
+    ScriptOrSpec,
     SpillFolder,
     Strategy,
     WorkloadOptions,
@@ -85,7 +85,7 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    spec: Spec,
+    spec: ScriptOrSpec,
     budget: Budget,
     steps: Annotated[int, typer.Option("--steps", min=1, help="How many; the first ones are captured.")] = 8,
     ahead: Annotated[bool, typer.Option("--ahead", help="Plan before the first step, on fake tensors.")] = False,
@@ -107,7 +107,7 @@ def run(
 ) -> None:
     """Train for some steps within a budget, and report what happened. Exit code 3 if no plan fits.
 
-    With a Python file or a module instead of SPEC, run that script unchanged within a budget:
+    With a script instead of a SPEC, run it unchanged within a budget:
     elbowroom run --memory-budget 20GiB train.py ARGUMENTS (its options: python -m elbowroom.run --help).
 
     Ctrl-C, or a step that fails, ends the run: the steps before it are reported and written.
