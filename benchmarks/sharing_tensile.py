@@ -33,6 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+from state_planning import capture_in_groups
 from tensile_logs import LOGGED_SECONDS, slow_down
 from writing import write_results
 
@@ -48,7 +49,6 @@ from elbowroom.planner.problem import pose
 from elbowroom.planner.slicing.choice import Slices
 from elbowroom.sharing.job_list import read_job_list
 from elbowroom.sharing.simulation import simulate_sharing
-from elbowroom.workloads import build
 
 MODELS: dict[str, tuple[str, tuple[tuple[float, float, float], ...]]] = {
     "VGG-16": ("torchvision:vgg16", ((0.2174, 0.1769, 0.143), (0.2149, 0.1870, 0.1613), (0.1982, 0.1540, 0.1691))),
@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[str, tuple[tuple[float, float, float], ...]]] = {
 CONTEXT_BYTES = 799 << 20
 """What TENSILE's code takes the driver's context for."""
 
-STRATEGIES = ("tensile", "capuchin")
+STRATEGIES = ("tensile", "capuchin", "auto:effort=0.1")
 STEPS = 50
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
 Point = tuple[int, float]
@@ -83,8 +83,7 @@ Point = tuple[int, float]
 
 def find_factor(name: str, profile: HardwareProfile) -> float:
     """Return by how much the logged steps are slower than the card's figures predict."""
-    workload = build(MODELS[name][0], batch=16, optimizer="adamw")
-    trace = elbowroom.capture(workload.step, workload.model, workload.optimizer)
+    trace = capture_in_groups(MODELS[name][0], {"batch": 16})
     return LOGGED_SECONDS[name] / pose(trace, elbowroom.price(trace, profile), 1).plain.step_seconds
 
 
@@ -119,13 +118,10 @@ def measure(name: str, hardware: str, count: int) -> dict[str, Any]:
     spec, theirs = MODELS[name]
     profile = load_shipped(hardware)
     factor = find_factor(name, profile)
-    workload = build(spec, batch=2, optimizer="adamw")
-    whole = elbowroom.capture(workload.step, workload.model, workload.optimizer)
-    whole_costs = elbowroom.price(whole, profile)
-    peak = pose(whole, whole_costs, 1).plain.peak_bytes
-    trace = elbowroom.capture(workload.step, workload.model, workload.optimizer, memory_budget=peak // 2)
+    trace = capture_in_groups(spec, {"batch": 2})
     card = elbowroom.price(trace, profile)
     logs = slow_down(card, factor)
+    peak = pose(trace, card, 1).plain.peak_bytes
     least = pose(trace, card, 1, manages=find_managed("tensile", "everything")).floor.peak_bytes
     budgets = [least + (peak - least) * place // (count - 1) for place in range(count)]
     predicted = make_plans(trace, card, budgets)
@@ -134,8 +130,7 @@ def measure(name: str, hardware: str, count: int) -> dict[str, Any]:
         "card": find_points(trace, card, predicted), "cold": find_points(trace, logs, predicted),
         "warm": find_points(trace, logs, [*predicted, *replanned]),
     }  # fmt: skip
-    card_plain = (peak, pose(whole, whole_costs, 1).plain.step_seconds)
-    logs_plain = (peak, pose(whole, slow_down(whole_costs, factor), 1).plain.step_seconds)
+    card_plain, logs_plain = ((peak, pose(trace, costs, 1).plain.step_seconds) for costs in (card, logs))
     rows = []
     for jobs, (warm, cold, overhead) in enumerate(theirs, start=1):
         row: dict[str, Any] = {
