@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -88,6 +89,7 @@ class SharedLease:
             find_address(device), name=name, floor_bytes=self._floor_bytes, held_bytes=held_bytes, weight=config.weight,
             priority=config.priority,
         )  # fmt: skip
+        self._client.on_beat = functools.partial(_leave_without, weakref.ref(self), self._client)
         self._lent = LentBytes(self._client)
 
     def attach(self, config: Config, ledger: Ledger, pager: StatePager) -> SharedLease:
@@ -238,6 +240,12 @@ class SharedLease:
             return
         self._client.confirm(grant, grant.nbytes)
         logger.info("the lease is %s now", format_bytes(grant.nbytes))
+
+
+def _leave_without(lease: weakref.ref[SharedLease], client: BrokerClient) -> None:
+    """Leave the broker if nobody has the lease any more, and nobody has closed it."""
+    if lease() is None:
+        client.close()
 
 
 def _leave_when_gone(client: BrokerClient, present: Collection[int] = ()) -> None:

@@ -7,7 +7,7 @@ import importlib.util
 import itertools
 import json
 import pathlib
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -255,6 +255,17 @@ def test_stopped_in_the_middle_it_shows_what_there_is(
     monkeypatch.undo()
     interrupt_after(monkeypatch, 0, error)
     fail(code, *arguments)
+
+
+def test_an_interrupted_search_ends_the_comparison(trace: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("elbowroom.planner.searching.choice_search._search", search)
+    strategies = ("--strategies", "offload_all,auto,tensile", "--budgets", "90%peak")
+    result = call("compare", trace, "--hardware", "v100", *strategies)
+    assert result.exit_code == INTERRUPTED
+    assert "offload_all" in result.stdout and " auto " not in result.stdout and "tensile" not in result.stdout
 
 
 # -- max-batch --------------------------------------------------------------------------------------------------------

@@ -304,6 +304,15 @@ def test_an_ended_job_counts_until_its_model_is_gone(folder: pathlib.Path, profi
             assert state_bytes <= sum(list_held()) < 2 * state_bytes
         other = elbowroom.wait_for_lease("48MiB")
         other.close()
+        held = list_held()
+        dropped = elbowroom.wait_for_lease("4MiB")
+        assert list_held() != held
+        del dropped
+        for _ in range(1000):
+            if list_held() == held:
+                break
+            time.sleep(0.01)
+        assert list_held() == held
         del model, optimizer, room, lease
         gc.collect()
         for _ in range(1000):

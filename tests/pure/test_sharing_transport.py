@@ -179,6 +179,43 @@ def test_jobs_outlive_their_broker_and_join_the_next(stage: Stage) -> None:
     assert all(each.state != "disconnected" for each in reply.jobs)
 
 
+def join(stage: Stage) -> BrokerClient:
+    """Join the broker from this process, which lives on when the job has left."""
+    client = BrokerClient(stage.address, name="first", floor_bytes=60 * MIB, held_bytes=0)
+    grant = client.wait(None, print)
+    assert client.take(grant)
+    client.confirm(grant, grant.nbytes)
+    wait_until(lambda: stage.held("first") == 100)
+    return client
+
+
+@pytest.mark.parametrize("is_broker_back", [False, True])
+def test_a_job_that_leaves_without_a_broker_holds_nothing_of_the_next(stage: Stage, is_broker_back: bool) -> None:
+    broker = stage.start_broker()
+    client = join(stage)
+    broker.kill()
+    broker.wait()
+    if is_broker_back:
+        stage.start_broker()
+    client.close()
+    assert len(stage.address.list_departures()) == (not is_broker_back)
+    if not is_broker_back:
+        stage.start_broker()
+    wait_until(lambda: stage.held("first") == -1, 2)
+    assert not stage.address.list_departures()
+    assert not json.loads(stage.address.leases.read_text())
+
+
+def test_an_interrupted_broker_prints_nothing(stage: Stage) -> None:
+    broker = stage.start_broker()
+    client = join(stage)
+    broker.send_signal(signal.SIGINT)
+    assert broker.wait(10) == 0
+    client.close()
+    assert broker.stderr is not None
+    assert not broker.stderr.read()
+
+
 def test_a_lease_of_a_job_that_joins_late_outlives_the_broker(stage: Stage) -> None:
     broker = stage.start_broker()
     with stage.connect() as connection:

@@ -307,7 +307,13 @@ class Broker:
             if job.lease_bytes or job.is_silent or job.is_resting or is_told:
                 continue
             self._notices[job.client] = self._clock.now
-            text = explain_wait(job, list(self.jobs.values()), self.leases.other_bytes, self.options.quantum_seconds)
+            text = explain_wait(
+                job,
+                list(self.jobs.values()),
+                self.remainders,
+                self.leases.outside_bytes,
+                self.options.quantum_seconds,
+            )
             self._send(job.client, WaitNotice(sequence=self._count_sent(job.client), text=text))
 
     # -- connections ------------------------------------------------------------------------------------------------

@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elbowroom.sharing.job_record import JobRecord
+from elbowroom.sharing.lease_table import Remainder
 from elbowroom.units import format_bytes, format_seconds
 
 MOST_NAMED = 4
 """Holders named in a message; the others are counted."""
 
 
-def explain_wait(job: JobRecord, jobs: Sequence[JobRecord], other_bytes: int, quantum_seconds: float) -> str:
+def explain_wait(
+    job: JobRecord,
+    jobs: Sequence[JobRecord],
+    remainders: Sequence[Remainder],
+    outside_bytes: int,
+    quantum_seconds: float,
+) -> str:
     """Return a sentence for a job without a lease.
 
     Args:
         jobs: all jobs of the broker.
-        other_bytes: held outside of leases.
+        remainders: of jobs without a connection.
+        outside_bytes: held by programs that do not know of the broker.
         quantum_seconds: after which the job is due.
     """
     holders = sorted((each for each in jobs if each.held_bytes and each is not job), key=lambda each: -each.held_bytes)
@@ -24,8 +32,9 @@ def explain_wait(job: JobRecord, jobs: Sequence[JobRecord], other_bytes: int, qu
     if len(holders) > MOST_NAMED:
         rest_bytes = sum(each.held_bytes for each in holders[MOST_NAMED:])
         named.append(f"{len(holders) - MOST_NAMED} others {format_bytes(rest_bytes)}")
-    if other_bytes:
-        named.append(f"programs outside of the broker {format_bytes(other_bytes)}")
+    named += [f"{each.name} (pid {each.pid}, disconnected) {format_bytes(each.nbytes)}" for each in remainders]
+    if outside_bytes:
+        named.append(f"programs outside of the broker {format_bytes(outside_bytes)}")
     text = f"{job.name} waits for {format_bytes(job.floor_bytes)} of the shared device"
     if named:
         text += f", which is held by: {'; '.join(named)}"

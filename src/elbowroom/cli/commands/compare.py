@@ -131,12 +131,13 @@ def _run(
 ) -> tuple[tuple[Entry, ...], BaseException | None]:
     """Return the entries, and the error that prevented the others."""
     from elbowroom.planner.comparison.strategies_compared import compare
+    from elbowroom.planner.interruption import passing_interruptions
 
     entries: list[Entry] = []
     places = [(budget, strategy) for budget in budgets for strategy in strategies]
     running = compare(trace, costs, budgets, strategies, host_bytes=host_bytes, manages=manages)
     try:
-        with terminal.progress(f"comparing on {trace.name}") as advance:
+        with passing_interruptions(), terminal.progress(f"comparing on {trace.name}") as advance:
             for budget, strategy in places:
                 done = len(entries)
                 what = f"{strategy} within {format_bytes(budget)} ({done + 1} of {len(places)})"

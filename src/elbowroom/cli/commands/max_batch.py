@@ -126,13 +126,14 @@ def _run(
 ) -> tuple[tuple[Trial, ...], BaseException | None]:
     """Return the trials by batch, and the error that prevented the others."""
     from elbowroom.planner.comparison.batches import MOST_TRIALS
+    from elbowroom.planner.interruption import passing_interruptions
     from elbowroom.planner.options import Manages
 
     trials: list[Trial] = []
     silent = _Silent(True, sys.stderr)
     captured: list[int] = []
 
-    with terminal.progress(f"trying batches of {spec}") as advance:
+    with passing_interruptions(), terminal.progress(f"trying batches of {spec}") as advance:
 
         def load(batch: int, budget_bytes: int | None = None) -> tuple[Trace, Costs]:
             share = min(0.95, len(trials) / MOST_TRIALS)

@@ -98,12 +98,13 @@ def _serve(terminal: Terminal, device: str, options: BrokerOptions) -> None:
     logging.basicConfig(level=logging.WARNING, format="elbowroom: %(message)s")
     address = find_address(device)
 
-    async def serve() -> None:
-        await serve_until_interrupted(BrokerServer(Broker(options), address))
+    nbytes = format_bytes(options.device_bytes)
+    text = f"leasing {nbytes} of {address.device} on {address.socket}, policy {options.policy}"
 
-    terminal.note(
-        f"leasing {format_bytes(options.device_bytes)} of {address.device} on {address.socket}, policy {options.policy}"
-    )
+    async def serve() -> None:
+        server = BrokerServer(Broker(options), address, tell_ready=lambda: terminal.note(text))
+        await serve_until_interrupted(server)
+
     asyncio.run(serve())
 
 

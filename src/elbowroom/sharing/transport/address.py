@@ -41,6 +41,14 @@ class BrokerAddress:
         """The leases at present, for a broker that is started after this one was killed."""
         return self.folder / f"{self._stem}.leases.json"
 
+    def departure(self, job: str) -> pathlib.Path:
+        """A file that says that a job has left while there was no broker; the next one deletes it."""
+        return self.folder / f"{self._stem}.left-{job}"
+
+    def list_departures(self) -> list[pathlib.Path]:
+        """Return the files of jobs that have left."""
+        return sorted(self.folder.glob(f"{self._stem}.left-*"))
+
     @property
     def _stem(self) -> str:
         return re.sub(r"[^A-Za-z0-9]", "-", self.device)

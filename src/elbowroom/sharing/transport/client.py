@@ -204,12 +204,23 @@ class BrokerClient:
             self._send_heartbeat()
 
     def close(self) -> None:
-        """Leave the broker. The job holds nothing any more."""
+        """Leave the broker. The job holds nothing any more. If there is no broker, a file tells the next one."""
+        if self._is_closed:
+            return
         self._is_closed = True
-        self._send(LeaveNotice(sequence=0))
+        is_own_thread = self._thread is threading.current_thread()
+        if self._socket is None and not self.refusal:
+            if not is_own_thread:
+                self._thread.join(5.0)  # it may connect just now
+            with contextlib.suppress(UsageError):
+                self._connect()
+        is_told = self._send(LeaveNotice(sequence=0))
         self._hang_up()
-        if self._thread is not threading.current_thread():
+        if not is_own_thread:
             self._thread.join(5.0)
+        if not is_told and not self.refusal:
+            with contextlib.suppress(OSError):
+                self._address.departure(self._join.job).touch(mode=0o600)
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -306,11 +317,14 @@ class BrokerClient:
         steps, seconds, used_bytes = self._beat
         self._send(Heartbeat(sequence=0, steps=steps, step_seconds=seconds, used_bytes=used_bytes))
 
-    def _send(self, message: FrontUpdate | Heartbeat | LeaseConfirmed | RestNotice | LeaveNotice) -> None:
-        """Send a message. If it cannot be sent, the connection ends: joining again makes up for what was lost."""
+    def _send(self, message: FrontUpdate | Heartbeat | LeaseConfirmed | RestNotice | LeaveNotice) -> bool:
+        """Send a message. Return False if it cannot be sent.
+
+        The connection ends then: joining again makes up for what was lost.
+        """
         with self._sending:
             if (connection := self._socket) is None:
-                return
+                return False
             line = encode_message(dataclasses.replace(message, sequence=self._sequence))
             self._sequence += 1
             is_sent = False
@@ -318,6 +332,7 @@ class BrokerClient:
                 is_sent = _send_all(connection, line)
             if not is_sent:
                 _interrupt(connection)
+            return is_sent
 
     def close_in_child(self) -> None:
         """Close the copy of the connection that a forked process has."""

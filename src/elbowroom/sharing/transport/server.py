@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from elbowroom.errors import UsageError
 from elbowroom.sharing.broker import Broker, DropClient, Effect, EndProcess, SendMessage
@@ -36,11 +37,13 @@ class BrokerServer:
     Args:
         broker: the core.
         address: of the device.
+        tell_ready: called once jobs can join.
     """
 
-    def __init__(self, broker: Broker, address: BrokerAddress) -> None:
+    def __init__(self, broker: Broker, address: BrokerAddress, tell_ready: Callable[[], None] = lambda: None) -> None:
         self.broker = broker
         self.address = address
+        self._tell_ready = tell_ready
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._pids: dict[int, int] = {}  # by client
         self._starts: dict[int, int] = {}  # by process
@@ -63,6 +66,7 @@ class BrokerServer:
         try:
             self._restore()
             self._server = await self._listen()
+            self._tell_ready()
             await self._tick_until_stopped()
         finally:
             if self._server is not None:
@@ -132,6 +136,8 @@ class BrokerServer:
                 self._carry_out(self.broker.receive_line(client, line, time.monotonic()))
         except OSError as error:
             logger.info("client %d: %s", client, error)
+        except asyncio.CancelledError:  # the broker ends; asyncio would print a traceback
+            pass
         finally:
             del self._pids[client]
             if self._writers.pop(client, None) is not None:
@@ -207,20 +213,25 @@ class BrokerServer:
             self._is_warned = True
 
     def _restore(self) -> None:
-        """Count the leases of an earlier broker, as far as their processes live."""
+        """Count the leases of an earlier broker, as far as their processes live and have not left meanwhile."""
+        departures = self.address.list_departures()
         try:
             rows = json.loads(self.address.leases.read_text())
             for row in rows:
                 pid = int(row["pid"])
-                if (start := find_start(pid)) is not None and start == row["start"]:
+                has_left = self.address.departure(str(row["job"])) in departures
+                if (start := find_start(pid)) is not None and start == row["start"] and not has_left:
                     self._starts[pid] = start
                     self.broker.restore(Remainder(pid, str(row["job"]), str(row["name"]), max(0, int(row["bytes"]))))
         except FileNotFoundError:
-            return
+            pass
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"{self.address.leases} is damaged ({error}). End the jobs of {self.address.device}, and delete it"
             ) from error
+        self._write_leases()
+        for each in departures:
+            each.unlink(missing_ok=True)
 
 
 async def serve_until_interrupted(server: BrokerServer) -> None:
