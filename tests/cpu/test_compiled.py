@@ -17,6 +17,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_calls import listen
+from elbowroom.hooks.grouped_step import GroupedStep
 from elbowroom.integrations.optimizer_steps import OptimizerSteps
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
@@ -358,6 +359,36 @@ def test_a_step_that_is_watched_from_a_compiled_call_on_stays_so(profile: Hardwa
                 before = 0 if runner is None else runner.state.watcher.ops
                 loss.exp().backward()
         assert runner is not None and runner.state.watcher.ops > before
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_compiled_update_is_that_of_all_parameters(
+    is_compiled: bool, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs for some of them each would reach Dynamo's limit, beyond which it runs eagerly, with other bits."""
+    grouped = []
+    run = GroupedStep._run
+
+    def note(self: GroupedStep, *args: Any) -> Any:
+        grouped.append(self)
+        return run(self, *args)
+
+    monkeypatch.setattr(GroupedStep, "_run", note)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.step()
+
+    run_step = torch.compile(step, backend="eager") if is_compiled else step
+    budget_bytes = 6 * sum(each.nbytes for each in model.parameters())
+    with elbowroom.fit(model, optimizer, budget_bytes, mode="dynamic", min_offload_bytes=1024, profile=profile) as room:
+        for _ in range(2):
+            with room.step():
+                model(torch.ones(8, 64)).sum().backward()
+                run_step()
+                optimizer.zero_grad()
+    assert bool(grouped) != is_compiled
 
 
 def test_code_is_compiled_once_inside_and_outside_of_steps_while_state_is_away(away: Away) -> None:

@@ -153,6 +153,12 @@ def undisturbed(made: F) -> F:
     return made
 
 
+def is_in_compiled_call() -> bool:
+    """Tell whether Dynamo compiles what is called here: inside a compiled function, in code that it cannot compile."""
+    is_loaded = "torch._dynamo" in sys.modules
+    return is_loaded and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
 def leave_package_uncompiled() -> None:
     """Keep Dynamo, if loaded, from compiling functions of this package. Permanent.
 

@@ -1,6 +1,7 @@
 """Runs an optimizer's step over a few parameters at a time, so that the state of all never has to be in memory at once.
 
-Done for optimizers that update each parameter from its own gradient and state alone; others run whole.
+Done for optimizers that update each parameter from its own gradient and state alone; others run whole. So do steps that
+are compiled: code for some of the parameters may give other bits.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooked
 
+from elbowroom.hooks.compiled_regions import is_in_compiled_call
 from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
 from elbowroom.native import library
 from elbowroom.ops.update_marks import begin_update, end_update
@@ -76,7 +78,7 @@ class GroupedStep:
         @functools.wraps(inner.__func__ if isinstance(inner, types.MethodType) else inner)
         def step(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
             group_bytes = self._find_group_bytes()
-            if group_bytes is None or not is_uniform(optimizer):
+            if group_bytes is None or not is_uniform(optimizer) or is_in_compiled_call():
                 return inner(*args, **options)
             return self._run(inner, group_bytes, args, options)
 
