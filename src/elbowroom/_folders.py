@@ -104,6 +104,25 @@ def hold_temporary(prefix: str) -> Iterator[pathlib.Path]:
         yield pathlib.Path(folder)
 
 
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Return a context with the path of a new file, which takes the place of `path` once it is complete.
+
+    Raises:
+        UsageError: it cannot be written. `path` is as before.
+    """
+    path = pathlib.Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        yield part
+        os.replace(part, path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
 def check_writable(*paths: pathlib.Path | None) -> None:
     """Check early that results can be written, leaving nothing behind.
 

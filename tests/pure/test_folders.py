@@ -101,3 +101,23 @@ def test_machine_code_is_kept_without_a_home(tmp_path: pathlib.Path) -> None:
     folder.chmod(0o777)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert "others can write" in done.stderr
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: pathlib.Path, error: BaseException) -> None:
+    path = tmp_path / "page.html"
+    with _folders.replacing(path) as part:
+        part.write_text("whole")
+
+    def write_half() -> None:
+        with _folders.replacing(path) as part:
+            part.write_text("ha")
+            raise error
+
+    if isinstance(error, OSError):
+        with pytest.raises(UsageError, match=r"cannot write .*page\.html: No space left"):
+            write_half()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            write_half()
+    assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]

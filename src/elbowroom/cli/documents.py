@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from typing import Any
 
-from elbowroom.errors import UsageError
+from elbowroom._folders import replacing
 
 
 def save_document(path: pathlib.Path | None, command: str, fields: dict[str, Any]) -> None:
@@ -18,10 +17,5 @@ def save_document(path: pathlib.Path | None, command: str, fields: dict[str, Any
     """
     if path is None:
         return
-    part = path.with_name(path.name + ".part")
-    try:
+    with replacing(path) as part:
         part.write_text(json.dumps({"command": command, **fields}, indent=2, allow_nan=False) + "\n")
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from elbowroom._folders import check_writable
+from elbowroom._folders import check_writable, replacing
 from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, Layout
 from elbowroom.planner.comparison.batches import Batches
@@ -209,8 +209,5 @@ def _finish(figure: Any, axes: Any, path: Path) -> None:
     metadata = {} if path.suffix.lower() == ".png" else {"Creator": None} | (
         {"Date": None} if path.suffix.lower() == ".svg" else {"CreationDate": None}
     )  # fmt: skip
-    try:
-        with rc_context({"svg.hashsalt": "elbowroom", "svg.fonttype": "none"}):
-            figure.savefig(path, dpi=150, metadata=metadata)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    with replacing(path) as part, rc_context({"svg.hashsalt": "elbowroom", "svg.fonttype": "none"}):
+        figure.savefig(part, dpi=150, metadata=metadata, format=path.suffix[1:])

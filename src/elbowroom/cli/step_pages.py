@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elbowroom._folders import replacing
 from elbowroom.cli.step_files import StepFiles, load_front
 from elbowroom.cli.terminal import Terminal
-from elbowroom.errors import UsageError
 from elbowroom.units import format_bytes
 
 if TYPE_CHECKING:
@@ -148,7 +148,5 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises:
         UsageError: the folder does not exist or is not writable.
     """
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    with replacing(path) as part:
+        part.write_bytes(content)

@@ -10,7 +10,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from elbowroom.errors import TraceError
+from elbowroom._folders import replacing
+from elbowroom.errors import TraceError, UsageError
 from elbowroom.room import Room
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,9 @@ logger = logging.getLogger(__name__)
 def save_learned(room: Room, folder: pathlib.Path, rank: int) -> None:
     """Write the file of a rank. Warn if it cannot be written."""
     with _warning("is not saved"):
-        (folder / _name_file(rank)).write_bytes(gzip.compress(json.dumps(room.state_dict()).encode()))
+        content = gzip.compress(json.dumps(room.state_dict()).encode())
+        with replacing(folder / _name_file(rank)) as part:
+            part.write_bytes(content)
 
 
 def read_learned(folder: pathlib.Path, rank: int) -> dict[str, Any]:
@@ -45,5 +48,5 @@ def _name_file(rank: int) -> str:
 def _warning(what: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, ValueError, TraceError) as error:
+    except (OSError, EOFError, ValueError, TraceError, UsageError) as error:
         logger.warning("what Elbowroom has learned %s: %s", what, error)

@@ -13,7 +13,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from elbowroom.errors import TraceError, UsageError
+from elbowroom._folders import replacing
+from elbowroom.errors import TraceError
 from elbowroom.ir.buffers import Buffer, Layout
 from elbowroom.ir.text_files import read_lines
 
@@ -107,12 +108,9 @@ def write_layout(path: str | os.PathLike[str], buffers: Sequence[Buffer], layout
         UsageError: the file cannot be written.
     """
     has_alignment = any(buffer.alignment != 1 for buffer in buffers)
-    try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow([*COLUMNS, *(["alignment"] if has_alignment else []), "offset"])
-            for buffer, offset in zip(buffers, layout.offsets, strict=True):
-                alignment = [buffer.alignment] if has_alignment else []
-                writer.writerow([buffer.id, buffer.lower, buffer.upper, buffer.nbytes, *alignment, offset])
-    except OSError as error:
-        raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+    with replacing(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*COLUMNS, *(["alignment"] if has_alignment else []), "offset"])
+        for buffer, offset in zip(buffers, layout.offsets, strict=True):
+            alignment = [buffer.alignment] if has_alignment else []
+            writer.writerow([buffer.id, buffer.lower, buffer.upper, buffer.nbytes, *alignment, offset])
