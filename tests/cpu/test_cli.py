@@ -1,6 +1,6 @@
 """The command line: every command for people and for programs, every kind of error with its exit code."""
 
-from __future__ import annotations
+from __future__ import errno
 
 import dataclasses
 import importlib.metadata
@@ -146,6 +146,14 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("elbowroom.cli.commands.probe.measure_machine", interrupt)
     assert "interrupted" in fail(INTERRUPTED, "probe")
+
+
+def test_output_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("elbowroom.cli.commands.probe.measure_machine", write)
+    assert "cannot write the output: No space left on device" in fail(FAILED, "probe")
 
 
 def test_versions() -> None:

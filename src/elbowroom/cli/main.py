@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import platform
@@ -21,7 +22,7 @@ from rich.text import Text
 from elbowroom import __version__, _family
 from elbowroom.cli import commands
 from elbowroom.errors import ElbowroomError
-from elbowroom.scripts.exit_codes import INTERRUPTED, MISUSED, find_exit_code
+from elbowroom.scripts.exit_codes import FAILED, INTERRUPTED, MISUSED, find_exit_code
 
 NEEDS_TORCH = (
     "this needs PyTorch, which is not installed here: pip install 'elbowroom[torch]'. Without it, files are read, and "
@@ -48,6 +49,11 @@ class Program(typer.core.TyperGroup):
                 raise
             _complain(NEEDS_TORCH)
             raise typer.Exit(MISUSED) from error
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ENOSPC):
+                raise
+            _complain(f"cannot write the output: {error.strerror}")
+            raise typer.Exit(FAILED) from error
         except KeyboardInterrupt as error:
             _complain("interrupted")
             raise typer.Exit(INTERRUPTED) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -97,6 +98,6 @@ class Terminal:
 @contextlib.contextmanager
 def open_terminal(as_json: bool) -> Iterator[Terminal]:
     """Open the terminal of one command. With `as_json`, other output to stdout is redirected to stderr."""
-    terminal = Terminal(as_json, sys.stdout)
+    terminal = Terminal(as_json, sys.stdout or io.StringIO())  # it may be closed
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield terminal
