@@ -1,8 +1,9 @@
 """The command line: every command for people and for programs, every kind of error with its exit code."""
 
-from __future__ import errno
+from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.metadata
 import itertools
 import json
