@@ -33,6 +33,9 @@ WORTH_LENDING = 8
 REGAIN_SECONDS = 1.0
 """Time for which a step waits for its lease. After that it is planned for what is there."""
 
+UNKNOWN = (1.0, 1.0)
+"""Seconds of a step, and of its compute, of a job that lends before its first step."""
+
 LONGEST_WAIT_SECONDS = 5.0
 """Time for which an allocation between steps waits for the lease. After that it passes, and counts as taken."""
 
@@ -42,15 +45,16 @@ class LentBytes:
 
     Args:
         client: connection to the broker.
+        floor_bytes: the least bytes for the first steps.
 
     Attributes:
         applied: the lease in force; None before the first one.
         front: floor in bytes and points, of steps. No points while no step is known.
     """
 
-    def __init__(self, client: BrokerClient) -> None:
+    def __init__(self, client: BrokerClient, floor_bytes: int) -> None:
         self.applied: LeaseGrant | None = None
-        self.front: tuple[int, Triples] = (0, ())
+        self.front: tuple[int, Triples] = (floor_bytes, ())
         self._client = client
         self._ledger: Ledger | None = None
         self._pager: StatePager | None = None
@@ -69,7 +73,7 @@ class LentBytes:
         self._client.on_beat = lambda: None if (call := beat()) is None else call()
 
     def begin_idle(self, step_seconds: float) -> None:
-        """Note that a step has ended."""
+        """Note that a step has ended, or that there is none yet."""
         if self._ledger is None:
             return
         with self._lock:
@@ -127,12 +131,12 @@ class LentBytes:
     def _lend(self) -> None:
         """Tell the broker what the job needs until its next step."""
         floor_bytes, points = self.front
-        if self.applied is None or not points:
+        if self.applied is None:
             return
         nbytes = max(floor_bytes, self._used_bytes + self._used_bytes // MARGIN)
         if nbytes <= self.applied.nbytes - self.applied.nbytes // WORTH_LENDING:
             self._is_lent = True
-            self._client.report(floor_bytes, ((nbytes, *points[-1][1:]),))
+            self._client.report(floor_bytes, ((nbytes, *(points[-1][1:] if points else UNKNOWN)),))
 
     def _take_up(self, ledger: Ledger) -> None:
         """Take up a lease that has come meanwhile, if the job is within it."""

@@ -40,7 +40,7 @@ LITTLE_BYTES = 1 << 20
 _ENDED: dict[BrokerClient, list[tuple[StorageWeakRef, int]]] = {}
 """Jobs that have ended: storages that are still there, with their bytes."""
 
-Holder = TypeVar("Holder")
+Holder = TypeVar("Holder", bound="LeaseHolder")
 
 
 class LeaseHolder(Protocol):
@@ -90,7 +90,7 @@ class SharedLease:
             priority=config.priority,
         )  # fmt: skip
         self._client.on_beat = functools.partial(_leave_without, weakref.ref(self), self._client)
-        self._lent = LentBytes(self._client)
+        self._lent = LentBytes(self._client, self._floor_bytes)
 
     def attach(self, config: Config, ledger: Ledger, pager: StatePager) -> SharedLease:
         """Use the options of a room, what it counts, and its state. Return this lease."""
@@ -316,7 +316,9 @@ def run_within_lease(
         nbytes = lease.start()
         while True:
             try:
-                return make(nbytes, lease)
+                room = make(nbytes, lease)
+                lease.begin_idle(room)
+                return room
             except Infeasible as error:
                 if error.needed_bytes <= nbytes:
                     raise

@@ -282,6 +282,41 @@ def test_a_step_without_room_says_that_its_budget_is_a_lease() -> None:
     assert not shared.note_step.called
 
 
+def test_a_refused_job_may_ask_for_less(folder: pathlib.Path, profile: HardwareProfile) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))  # 32 MiB
+    optimizer = torch.optim.SGD(model.parameters())
+    with broker(60):
+        await_status()
+        with pytest.raises(UsageError, match="pass least_bytes="):
+            elbowroom.fit(model, optimizer, "shared", profile=profile)
+        with elbowroom.fit(model, optimizer, "shared", least_bytes=40 << 20, profile=profile):
+            assert [each.state for each in await_status().jobs] == ["running"]
+        del model, optimizer
+        gc.collect()
+        for _ in range(1000):
+            if not await_status().jobs:
+                break
+            time.sleep(0.01)
+        assert not await_status().jobs
+
+
+def test_a_job_lends_before_its_first_step(folder: pathlib.Path, profile: HardwareProfile) -> None:
+    """So that a program can make a second room before it trains in the first one."""
+    models = [torch.nn.Linear(256, 256) for _ in range(2)]
+    with broker(32), contextlib.ExitStack() as stack:
+        await_status()
+        jobs = []
+        for model in models:
+            optimizer = torch.optim.SGD(model.parameters())
+            room = elbowroom.fit(model, optimizer, "shared", least_bytes=8 << 20, profile=profile)
+            jobs.append((stack.enter_context(room), model, optimizer))
+        for room, model, optimizer in jobs * 2:
+            with room.step():
+                model(torch.ones(8, 256)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def test_an_ended_job_counts_until_its_model_is_gone(folder: pathlib.Path, profile: HardwareProfile) -> None:
     def list_held() -> list[int]:
         return [job.held_bytes for job in await_status().jobs]

@@ -209,16 +209,19 @@ class BrokerClient:
             return
         self._is_closed = True
         is_own_thread = self._thread is threading.current_thread()
-        if self._socket is None and not self.refusal:
+        if self.refusal:
+            self._hang_up()  # the broker reads no more
+        if self._socket is None:
             if not is_own_thread:
                 self._thread.join(5.0)  # it may connect just now
+            self._update(floor_bytes=1, held_bytes=0, lease_bytes=0, points=())  # it may have been refused
             with contextlib.suppress(UsageError):
                 self._connect()
         is_told = self._send(LeaveNotice(sequence=0))
         self._hang_up()
         if not is_own_thread:
             self._thread.join(5.0)
-        if not is_told and not self.refusal:
+        if not is_told:
             with contextlib.suppress(OSError):
                 self._address.departure(self._join.job).touch(mode=0o600)
 
