@@ -321,10 +321,7 @@ class BrokerClient:
         self._send(Heartbeat(sequence=0, steps=steps, step_seconds=seconds, used_bytes=used_bytes))
 
     def _send(self, message: FrontUpdate | Heartbeat | LeaseConfirmed | RestNotice | LeaveNotice) -> bool:
-        """Send a message. Return False if it cannot be sent.
-
-        The connection ends then: joining again makes up for what was lost.
-        """
+        """Send a message. Return False if it cannot be sent: joining again makes up for what was lost."""
         with self._sending:
             if (connection := self._socket) is None:
                 return False
