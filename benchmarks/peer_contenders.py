@@ -26,7 +26,7 @@ KEEPABLE = {
     "attention": ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math_for_cpu"),
     "compute": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "mkldnn_convolution"),
 }
-BUDGETS = {"aot_eager": ("0.5", "0.25"), "inductor": ("0.5",)}
+BUDGETS = {"aot_eager": ("0.5", "0.25"), "inductor": ("0.5", "0.25")}
 
 
 class BlockGroup(nn.Module):
