@@ -157,7 +157,7 @@ def test_state_leaves_for_a_job_that_lends(room: tuple[StateJob, Room]) -> None:
     job, inside = room
     with inside:
         client = Client()
-        lent = LentBytes(client)  # type: ignore[arg-type]
+        lent = LentBytes(client, 1)  # type: ignore[arg-type]
         lent.attach(inside._ledger, inside._pager)
         lent.applied = LeaseGrant(sequence=1, epoch=1, nbytes=BUDGET)
         lent.begin_idle(0.0)
