@@ -13,10 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 
 from elbowroom.errors import UsageError
+from elbowroom.sharing.job_record import JobRecord
+from elbowroom.sharing.lease_table import Remainder
 from elbowroom.sharing.messages import (
     LONGEST_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -31,6 +34,7 @@ from elbowroom.sharing.transport.address import BrokerAddress, find_address
 from elbowroom.sharing.transport.client import BrokerClient, ask_status
 from elbowroom.sharing.transport.processes import read_apps
 from elbowroom.sharing.transport.server import TICK_SECONDS
+from elbowroom.sharing.waiting import explain_wait
 
 MIB = 1 << 20
 
@@ -313,3 +317,11 @@ def test_a_refused_job_is_told_why(stage: Stage) -> None:
 
 def test_the_drivers_list_of_processes() -> None:
     assert read_apps("12, 300\n13, [N/A]\n\nnonsense\n14, 5\n") == [(12, 300 * MIB), (14, 5 * MIB)]
+
+
+def test_a_waiting_job_is_told_of_disconnected_jobs_by_name() -> None:
+    job = mock.Mock(spec=JobRecord, floor_bytes=MIB, held_bytes=0)
+    job.name = "second"
+    text = explain_wait(job, [job], [Remainder(7, "a", "first", 2 * MIB)], 0, 30.0)
+    assert "held by: first (pid 7, disconnected) 2.0 MiB. It is due" in text
+    assert "programs outside of the broker 3.0 MiB" in explain_wait(job, [job], [], 3 * MIB, 30.0)
