@@ -149,6 +149,43 @@ def test_jobs_that_hold_much(
     assert_same(run_plain(make, STEPS), found)
 
 
+class HoldsFeatures(nn.Module):
+    """A model that holds what it computes without autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 96), nn.Linear(96, 32)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(batch)
+        with torch.no_grad():
+            features = [torch.tanh(hidden + 0.01 * index) for index in range(40)]
+            mean = sum(each.mean(1, keepdim=True) for each in features)
+        return self.last(torch.relu(hidden + mean))
+
+
+@pytest.mark.parametrize("budget_bytes", [11_000_000, 5_000_000])
+def test_steps_of_another_length_hold_much(budget_bytes: int, profile: HardwareProfile) -> None:
+    """A step begins like one that is known, and turns out to be larger."""
+
+    def make() -> StateJob:
+        torch.manual_seed(0)
+        model = HoldsFeatures()
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(index: int) -> torch.Tensor:
+            loss = model(torch.randn(8, 32 if index % 2 else 96, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return StateJob(model, [optimizer], step)
+
+    found = run_within(make, profile, budget_bytes, 6, mode="auto", min_offload_bytes=1024)
+    assert_same(run_plain(make, 6), found)
+
+
 def test_a_plan_is_left_inside_functional_call(profile: HardwareProfile) -> None:
     """The model's parameters are wrappers then, which have no storage."""
 

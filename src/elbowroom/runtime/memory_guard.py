@@ -64,6 +64,8 @@ class MemoryGuard:
         self._ledger.set_limit(self.limit_bytes, follows_plan=self.is_left_to_plan)
         if self._pager is not None and phase.has_budget and not phase.follows_plan:
             self._state.watcher.note_results(self._state.storages.min_bytes)
+            if phase is Phase.MANAGED:
+                self._pager.watch_results()
         if self._ledger.scope is None and phase.has_budget:
             moves_state = self._pager is not None and self._pager.is_active
             if not self.is_left_to_plan or moves_state:

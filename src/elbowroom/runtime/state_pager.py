@@ -165,6 +165,11 @@ class StatePager:
         if missing_bytes > 0:
             self.make_room(missing_bytes)
 
+    def watch_results(self) -> None:
+        """Have results of the ops from here on be free to leave."""
+        if self.budget_bytes is not None and not self.is_active:  # else the room is closed, or they are watched
+            self._uses.begin(self)
+
     def make_room_between_steps(self, missing_bytes: int) -> None:
         """Move state out of memory, `missing_bytes` if there are as many; what the next step uses last first."""
         self._activate()
