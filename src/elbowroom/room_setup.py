@@ -19,7 +19,7 @@ from elbowroom.job import Job
 from elbowroom.native import library
 from elbowroom.plan_cache import PlanCache
 from elbowroom.ranks.ranks import Ranks, find_members, join_ranks
-from elbowroom.runtime.state_pager import StatePager
+from elbowroom.runtime.state_pager import StatePager, grouping
 from elbowroom.runtime.step_storages import load_native
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.tracing.fake import capture_fake
@@ -99,7 +99,8 @@ def plan_ahead(
         logger.warning("ranks of a distributed job capture their first real steps: step= is not used")
         return
     try:
-        with pager.grouping(budget_bytes) if job.moves_state else contextlib.nullcontext():
+        is_grouped = job.moves_state and pager.is_needed(budget_bytes)
+        with grouping(job.optimizers, budget_bytes) if is_grouped else contextlib.nullcontext():
             trace = capture_fake(step, job.model, job.optimizers, name=job.name, device=job.device)
     except TraceError as error:
         logger.warning("%s", error)

@@ -189,8 +189,7 @@ class StatePager:
         """
         if not self.is_active:
             self._was_short = True  # ops that run now are not known to use state: it can leave in the next step
-            if self.budget_bytes is not None:  # else the room is closed
-                self._uses.begin(self)
+            self.watch_results()
         if spares_soon and not self._comes_first:
             return 0
         with self.storages.lock:
@@ -258,12 +257,6 @@ class StatePager:
             self._first_bytes = sum(each.untyped_storage().nbytes() for each in unknown if each.device == self._device)
         # Between steps, little but state is live.
         return may_leave(max(self._ledger.live_bytes, COMING * self._first_bytes), budget_bytes)
-
-    @contextlib.contextmanager
-    def grouping(self, budget_bytes: int) -> Iterator[None]:
-        """Return a context in which optimizers step as they will in steps whose state may have to leave."""
-        with grouping(self._optimizers, budget_bytes) if self.is_needed(budget_bytes) else contextlib.nullcontext():
-            yield
 
     # -- which state leaves ---------------------------------------------------------------------------------------
 
