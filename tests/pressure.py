@@ -18,7 +18,9 @@ def let_everything_go(runner: StepRunner, nbytes: int) -> None:
     runner._drain()
     if runner.state.phase is Phase.UNPRESSURED:
         runner._start_managing()
+    runner._deferred.catch_up()
     runner._executor.perform(runner._machine.feed(PressureRaised(EVERYTHING, 0)))
+    runner._deferred.set_marks()
 
 
 def let_results_go(runner: StepRunner, nbytes: int) -> None:

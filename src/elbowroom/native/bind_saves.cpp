@@ -204,6 +204,31 @@ void bind_saves(py::module_& module) {
           py::init(&make_saved_tensors), py::arg("watch"), py::arg("device"), py::arg("host"), py::arg("known"),
           py::arg("least_bytes"))
       .def("log", &SavedTensors::log, py::arg("touched"), py::arg("planned"), py::arg("due_tick"))
+      .def("defer", &SavedTensors::defer)
+      .def("set_marks", &SavedTensors::set_marks, py::arg("low_bytes"), py::arg("high_bytes"))
+      .def("take_log", [](SavedTensors& saved) { return list_entries(saved.take_log()); })
+      .def("take_new",
+          [](SavedTensors& saved) {
+            py::list list;
+            for (const auto& [record, is_written] : saved.take_new()) {
+              list.append(py::make_tuple(find_residence(record), is_written));
+            }
+            return list;
+          })
+      .def("take_released",
+          [](SavedTensors& saved) {
+            py::list list;
+            for (const StorageRecordPtr& each : saved.take_released()) list.append(find_residence(each));
+            return list;
+          })
+      .def(
+          "hand_over",
+          [](SavedTensors& saved, const StorageRecordPtr& record, const py::function& make_handle) {
+            saved.hand_over(record, [&](const SavePtr& save, const PlannedStorages::Handover* given) {
+              return share(make_handle(save, describe(given)));
+            });
+          },
+          py::arg("record"), py::arg("make_handle"))
       .def("tell", [](SavedTensors& saved) { return list_entries(saved.tell()); })
       .def("end", &SavedTensors::end)
       .def(

@@ -141,6 +141,16 @@ void bind_records(py::module_& module) {
       .def_readwrite("nbytes", &StorageRecord::nbytes)
       .def_readwrite("version", &StorageRecord::version)
       .def_readwrite("views", &StorageRecord::views)
+      .def_property_readonly("kept_count", [](const StorageRecord& record) { return record.kept_count.load(); },
+          "Number of its saved tensors that the extension keeps.")
+      .def_property_readonly("storage",
+          [](const StorageRecord& record) -> py::object {
+            const auto storage = record.storage.lock();
+            return storage ? wrap(c10::Storage(storage)) : py::none();
+          },
+          "The latest storage; None if it was freed.")
+      .def_property("is_handled", nullptr, [](StorageRecord& record, bool is_it) { record.is_handled = is_it; })
+      .def("forget_saves", &StorageRecord::forget_saves, "Forget what the step knew of it: autograd has released it.")
       .def_readwrite("is_staying", &StorageRecord::is_staying)
       .def_readwrite("is_guarded", &StorageRecord::is_guarded);
   py::class_<StorageTable, std::shared_ptr<StorageTable>>(module, "StorageTable", "The records of one step's storages.")

@@ -41,7 +41,7 @@ at::Tensor view(const Slot& slot, c10::Storage storage) {
   return made;
 }
 
-bool is_leaf(const StorageRecord& record, const Slot& slot) { return record.views > 0 && record.version == slot.version; }
+bool is_leaf(const StorageRecord& record, const Slot& slot) { return record.is_saved() && record.version == slot.version; }
 
 bool makes(const RecordedOp& op, const StorageRecord* record) {
   const auto is_it = [&](const RecordedOp::Made& made) { return made.record._unsafe_get_target() == record; };
@@ -199,7 +199,7 @@ Recording::Recording(std::vector<RecordedOpPtr> candidates, StorageRecordPtr mad
 }
 
 bool Recording::is_open() const {
-  return is_current() && std::all_of(leaves.begin(), leaves.end(), [](const auto& leaf) { return leaf->views > 0; });
+  return is_current() && std::all_of(leaves.begin(), leaves.end(), [](const auto& leaf) { return leaf->is_saved(); });
 }
 
 bool Recording::is_current() const {

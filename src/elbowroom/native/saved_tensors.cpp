@@ -109,7 +109,7 @@ SavePtr SavedTensors::save(const at::Tensor& tensor) {
     made->index = saves_++;
     sizes_.push_back(record ? static_cast<int64_t>(tensor.storage().nbytes()) : 0);
     if (is_logging_) tick = log_save(made->index, record);
-    is_due = tick && *tick >= due_tick_;
+    is_due = tick && (*tick >= due_tick_ || (is_deferring_ && has_log_ && log_.back().live_bytes >= high_bytes_));
     if (tick && record) keep(made, tensor, record);
     is_away = made->home && made->home->place == PlannedStorage::Place::AWAY;
   }
@@ -155,7 +155,24 @@ void SavedTensors::keep(const SavePtr& save, const at::Tensor& tensor, const Sto
   if (!may_move) return;
   save->record = record;
   save->seen = record->version;
-  if (is_logging_) loose_.push_back(save);
+  if (!is_logging_) return;
+  loose_.push_back(save);
+  record->kept.push_back(save);
+  record->kept_count = static_cast<int64_t>(record->kept.size());
+}
+
+void SavedTensors::forget_kept(const Save& save) {
+  if (!save.record) return;
+  auto& kept = save.record->kept;
+  const auto is_it = [&](const std::weak_ptr<Save>& each) {
+    const SavePtr found = each.lock();
+    return !found || found.get() == &save;
+  };
+  const auto gone = std::remove_if(kept.begin(), kept.end(), is_it);
+  if (gone == kept.end()) return;
+  kept.erase(gone, kept.end());
+  save.record->kept_count = static_cast<int64_t>(kept.size());
+  if (has_log_ && kept.empty() && save.record->is_known && !save.record->is_handled) released_.push_back(save.record);
 }
 
 at::Tensor SavedTensors::need(const SavePtr& save) {
@@ -175,7 +192,7 @@ at::Tensor SavedTensors::need(const SavePtr& save) {
       kept = save->tensor;
     }
     if (is_logging_ && (home || kept.defined())) tick = log_need(index, *save);
-    is_due = tick && *tick >= due_tick_;
+    is_due = tick && (*tick >= due_tick_ || (is_deferring_ && has_log_ && log_.back().live_bytes <= low_bytes_));
     if (home && tick) found = PlannedStorages::find(*home, save->view);
   }
   if (!tick) {
@@ -190,6 +207,7 @@ at::Tensor SavedTensors::need(const SavePtr& save) {
     }
     kept = found->make();
   }
+  watch_->note_saved(kept);  // a compiled graph holds all that it is given to its end
   if (is_due) callbacks_.move(*tick);
   return kept;
 }
@@ -205,12 +223,13 @@ void SavedTensors::give_up(const SavePtr& save) {
   handle = std::move(save->handle);
   home = std::move(save->home);
   view = std::move(save->view);
+  forget_kept(*save);
   if (home && planned_->remove(home, view)) put_down(Event::FREED, home->id, 0, 0);
 }
 
 std::optional<int64_t> SavedTensors::log_save(int64_t index, const StorageRecordPtr& record) {
   const std::optional<int64_t> tick = follower_.expect_save(index, record);
-  if (!tick || due_tick_ < 0) return std::nullopt;
+  if (!tick || due_tick_ < 0 || (record && record->is_handled)) return std::nullopt;
   const int64_t traced = follower_.find_storage(index);
   if (touched_.count(traced) != 0 && !(record && planned_->contains(traced))) return std::nullopt;
   follower_.save(index, record);
@@ -256,6 +275,47 @@ void SavedTensors::set_due_tick(int64_t due_tick) {
   due_tick_ = due_tick;
 }
 
+void SavedTensors::defer() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  is_logging_ = has_log_ = is_deferring_ = true;
+  touched_.clear();
+  planned_->plan({});
+  due_tick_ = OpWatch::NEVER;
+}
+
+void SavedTensors::set_marks(int64_t low_bytes, int64_t high_bytes) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  low_bytes_ = low_bytes;
+  high_bytes_ = high_bytes;
+}
+
+std::vector<SavedTensors::Entry> SavedTensors::take_log() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return std::exchange(log_, {});
+}
+
+std::vector<std::pair<StorageRecordPtr, bool>> SavedTensors::take_new() {
+  std::vector<std::pair<StorageRecordPtr, bool>> found;
+  std::vector<SavePtr> saves;  // destroyed without the mutex
+  const std::lock_guard<std::mutex> guard(mutex_);
+  for (const std::weak_ptr<Save>& each : std::exchange(loose_, {})) {
+    SavePtr save = each.lock();
+    if (!save) continue;
+    const StorageRecordPtr& record = save->record;
+    const bool is_kept = record && save->tensor.defined() && !save->handle && record->id >= 0;
+    const bool is_written = is_kept && record->version != save->seen;
+    if (is_kept && (is_written || !record->is_known)) found.emplace_back(record, is_written);
+    if (is_kept) record->is_known = true;
+    saves.push_back(std::move(save));
+  }
+  return found;
+}
+
+std::vector<StorageRecordPtr> SavedTensors::take_released() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return std::exchange(released_, {});
+}
+
 std::vector<SavedTensors::Entry> SavedTensors::tell() {
   const std::lock_guard<std::mutex> guard(mutex_);
   is_logging_ = has_log_ = false;
@@ -267,11 +327,12 @@ void SavedTensors::end() {
   has_log_ = false;
   log_.clear();
   loose_.clear();
+  released_.clear();
 }
 
 void SavedTensors::note(Event event, int64_t storage, int64_t tick, int64_t nbytes) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  put_down(event, storage, tick, nbytes);
+  if (!is_deferring_) put_down(event, storage, tick, nbytes);  // else the policy is told at once
 }
 
 void SavedTensors::settle(const MakeHandle& make_handle, bool only_planned) {
@@ -315,10 +376,35 @@ void SavedTensors::settle(const MakeHandle& make_handle, bool only_planned) {
     if (save->is_given_up) continue;  // released by another thread meanwhile
     save->handle.swap(handle);
     save->tensor.reset();
+    forget_kept(*save);
   }
   std::unordered_map<int64_t, PlannedStoragePtr> gone;  // destroyed without the mutex
   const std::lock_guard<std::mutex> guard(mutex_);
   gone = planned_->clear();
+}
+
+void SavedTensors::hand_over(const StorageRecordPtr& record, const MakeHandle& make_handle) {
+  std::vector<SavePtr> saves;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    for (const std::weak_ptr<Save>& each : record->kept) {
+      if (SavePtr save = each.lock()) saves.push_back(std::move(save));
+    }
+  }
+  for (const SavePtr& save : saves) {
+    at::Tensor tensor;  // destroyed without the mutex
+    {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      tensor = save->tensor;
+    }
+    if (!tensor.defined()) continue;  // released
+    PythonObject handle = make_handle(save, nullptr);
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (save->is_given_up) continue;
+    save->handle.swap(handle);
+    save->tensor.reset();
+    forget_kept(*save);
+  }
 }
 
 at::Tensor SavedTensors::make(const Save& save) {

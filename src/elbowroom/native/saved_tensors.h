@@ -90,6 +90,17 @@ class SavedTensors {
   // once, and moves at events from `due_tick` on; all events if that is negative.
   void log(std::unordered_set<int64_t> touched, std::unordered_set<int64_t> planned, int64_t due_tick);
   void set_due_tick(int64_t due_tick);
+  // Logs events until the end of the step. Only saves and needs of storages that Python handles call it at once.
+  void defer();
+  // Until the next call, has Python called after a save with at least `high_bytes` live, and after a need with at most
+  // `low_bytes`.
+  void set_marks(int64_t low_bytes, int64_t high_bytes);
+  // Returns the log since the last call.
+  std::vector<Entry> take_log();
+  // Returns the storages saved since the last call that may come to move, and whether an op has written to them since.
+  std::vector<std::pair<StorageRecordPtr, bool>> take_new();
+  // Returns the storages given by `take_new` that autograd has released since the last call.
+  std::vector<StorageRecordPtr> take_released();
   // Stops logging, so that all events call Python. Returns the log.
   std::vector<Entry> tell();
   // Ends the step: discards the log.
@@ -100,6 +111,8 @@ class SavedTensors {
   // which are handed over.
   using MakeHandle = std::function<PythonObject(const SavePtr&, const PlannedStorages::Handover*)>;
   void settle(const MakeHandle& make_handle, bool only_planned);
+  // Gives a handle to every save of a storage that has none.
+  void hand_over(const StorageRecordPtr& record, const MakeHandle& make_handle);
   // The saved tensor, of a planned storage that is there; undefined otherwise.
   at::Tensor make(const Save& save);
   PlannedStorages& planned() { return *planned_; }
@@ -132,6 +145,8 @@ class SavedTensors {
   std::optional<int64_t> log_need(int64_t index, const Save& save);
   void put_down(Event event, int64_t storage, int64_t tick, int64_t nbytes);
   int64_t count_live_bytes() const;
+  // Removes a save from those that its storage's record keeps, with the mutex held.
+  void forget_kept(const Save& save);
 
   const std::shared_ptr<OpWatch> watch_;
   const c10::Device device_;
@@ -139,7 +154,9 @@ class SavedTensors {
   std::mutex& mutex_;  // of the table
   const std::unique_ptr<PlannedStorages> planned_;
   TraceFollower follower_;
-  bool is_logging_ = false, has_log_ = false;
+  bool is_logging_ = false, has_log_ = false, is_deferring_ = false;
+  int64_t low_bytes_ = -1, high_bytes_ = OpWatch::NEVER;
+  std::vector<StorageRecordPtr> released_;
   std::unordered_set<int64_t> touched_;
   int64_t due_tick_ = -1;
   std::vector<Entry> log_;

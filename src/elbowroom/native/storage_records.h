@@ -16,6 +16,7 @@ namespace elbowroom {
 
 class RecordedOp;
 class Scope;
+struct Save;
 using RecordedOpPtr = c10::intrusive_ptr<RecordedOp>;
 
 // One storage of one step. Guarded by the table's mutex, except `views`.
@@ -29,6 +30,13 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   void release_resources() override;
   ~StorageRecord() override { release_resources(); }
 
+  // Returns whether autograd has saved a tensor of it, and not released it.
+  bool is_saved() const { return views > 0 || !kept.empty(); }
+  // Forgets what a step knew of it: autograd has released all of its tensors.
+  void forget_saves() {
+    id = -1;
+    is_known = is_handled = false;
+  }
   // Forgets the ops that computed its contents, and returns them, to be destroyed without the mutex.
   std::vector<RecordedOpPtr> forget_ops();
 
@@ -39,7 +47,11 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // the latest one, if it was reloaded or recomputed
   int64_t nbytes;
   int64_t version = 0;  // incremented before and after each op that writes to it
-  int64_t views = 0;    // number of its tensors that autograd has saved and not released
+  int64_t views = 0;    // number of its saved tensors that Python or a plan moves, and autograd has not released
+  std::vector<std::weak_ptr<Save>> kept;  // its other saved tensors, which the extension keeps
+  std::atomic<int64_t> kept_count{0};     // size of `kept`; not guarded
+  std::atomic<bool> is_known{false};      // Python has been told of it
+  std::atomic<bool> is_handled{false};    // Python has some of its views; not guarded
   bool is_staying = false;  // it outlives the step, like a parameter
   bool is_guarded = false;  // writes to it are reported to Python
   std::shared_ptr<c10::SafePyObject> residence;  // weak reference to the Python object; accessed with the GIL

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from elbowroom.ir.actions import Offload, Release, Reload
 from elbowroom.ir.events import Event, PressureRaised, StorageFreed, StorageNeeded, StorageSaved
-from elbowroom.residency.access_history import AccessHistory
+from elbowroom.residency.access_history import NEVER, AccessHistory
 from elbowroom.residency.candidates import Candidates
 from elbowroom.residency.context import PolicyContext, replay_seconds, spare_bytes, swap_seconds
 from elbowroom.residency.machine import Drop, Intent
@@ -31,7 +31,7 @@ EVICTED = 4
 """Storages evicted from one sample."""
 
 SKIPPED = 7
-"""Saves after one that began no copy early, because the next victim will be dropped, until the next that may."""
+"""Events after one that began no copy early, because the next victim will be dropped, until the next that may."""
 
 PREFETCHED = 5
 """Most reloads begun at one need."""
@@ -78,7 +78,8 @@ class Online:
         self._away: dict[int, None] = {}  # offloaded, in order
         self._accessed: dict[int, float] = {}
         self._copied_early = -1  # the last such storage
-        self._skips = 0  # saves until the next that may begin a copy early
+        self._skipped_until = 0  # no copy begins early before this event
+        self._next_bytes = 0  # of the storage that comes back next, if there was no room; or `NEVER`
 
     def idle_seconds(self, storage: int) -> float:
         """Return the seconds since autograd last saved or needed a storage, or a replay restored it."""
@@ -103,11 +104,21 @@ class Online:
         return ()
 
     def may_wait(self) -> bool:
-        """Tell whether the policy returns no intents while more than `AHEAD` of the budget is free.
-
-        If so, the driver may pass it the events later. Called when the step begins.
+        """Tell whether the driver may pass events later: all before it raises pressure, before a storage is needed that
+        has left, and at the events that `find_marks` tells.
         """
         return True
+
+    def find_marks(self) -> tuple[int, int]:
+        """Return at how many live bytes the policy may decide something without pressure.
+
+        Returns:
+            At most so many at a need of a storage on the device, and at least so many at a save.
+        """
+        limit_bytes = self.context.budget_bytes - int(AHEAD * self.context.budget_bytes)
+        is_copying = self._copied_early in self._here or self.history.events < self._skipped_until
+        low_bytes = limit_bytes - max(1, self._next_bytes) if self._away else -1
+        return low_bytes, limit_bytes if self.is_early and not is_copying else NEVER
 
     def missing_bytes(self) -> int:
         """Return the bytes of evicted storages; 0 for policies that do not count them."""
@@ -186,8 +197,12 @@ class Online:
         elif not isinstance(intent, Offload) and storage in self._here:
             self._take(storage)
             if isinstance(intent, Release):
-                self._away[storage] = None
+                self._leave(storage)
             self.left(storage, isinstance(intent, Drop))
+
+    def _leave(self, storage: int) -> None:
+        self._away[storage] = None
+        self._next_bytes = 0
 
     def _add(self, storage: int) -> bool:
         """Add a storage to those on the device; return whether it is new there."""
@@ -215,7 +230,7 @@ class Online:
             if is_dropped:
                 releases.append(Drop(storage, self.context.add_segment(storage)))
             else:
-                self._away[storage] = None
+                self._leave(storage)
                 copies.append(Offload(storage))
                 releases.append(Release(storage))
             if nbytes <= 0:
@@ -262,9 +277,11 @@ class Online:
         intents: list[Intent] = []
         if spare <= 0:
             return intents
+        self._next_bytes = NEVER
         for storage in self.list_next(self._away):
             spare -= self.context.nbytes(storage)
             if spare < 0 or len(intents) == PREFETCHED:
+                self._next_bytes = self.context.nbytes(storage)
                 break
             intents.append(Reload(storage))
         for intent in intents:
@@ -280,12 +297,11 @@ class Online:
     def _copy_early(self, saved: int) -> list[Intent]:
         if self._copied_early in self._here or spare_bytes(self.context) > AHEAD * self.context.budget_bytes:
             return []
-        if self._skips:
-            self._skips -= 1
+        if self.history.events < self._skipped_until:
             return []
         storage = next(self._iterate_victims(), None)
         if storage is None or (replay_seconds(self.context, storage) < math.inf and self.drops(storage)):
-            self._skips = SKIPPED
+            self._skipped_until = self.history.events + SKIPPED
             return []
         self._copied_early = storage
         return [Offload(storage)]

@@ -22,6 +22,7 @@ from elbowroom.residency.machine import State, count_reads
 from elbowroom.runtime.event_log import FREED
 from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.replays import Recording, count_bytes, is_exposed, replay
+from elbowroom.runtime.save_handles import SaveHandles
 from elbowroom.runtime.saved_storage import NO_COPIES, SavedStorage
 from elbowroom.runtime.step_context import StepContext
 from elbowroom.runtime.step_state import StepState
@@ -42,6 +43,7 @@ class ActionExecutor:
         guard: tells whether there is room for what comes back, and what leaves if there is none.
         thrash: checked after each wait and replay.
         transfers: moves bytes.
+        handles: takes over saved tensors before their storages move.
         spare_bytes: bytes that may stay although the plan has them leave, if their move fails.
     """
 
@@ -52,6 +54,7 @@ class ActionExecutor:
         guard: MemoryGuard,
         thrash: ThrashGuard,
         transfers: Transfers,
+        handles: SaveHandles,
         spare_bytes: int,
     ) -> None:
         self._state = state
@@ -61,6 +64,7 @@ class ActionExecutor:
         self._guard = guard
         self._thrash = thrash
         self._transfers = transfers
+        self._handles = handles
         self._spare_bytes = spare_bytes
         self._planned_segments = len(state.segments)
 
@@ -156,7 +160,7 @@ class ActionExecutor:
     def free_if_unused(self, saved: SavedStorage) -> None:
         """Forget a storage if autograd has given it up and no replay reads it."""
         storage = saved.record.id
-        if saved.views or saved.readers or storage < 0:
+        if saved.is_saved() or saved.readers or storage < 0:
             return
         self._state.saved_tensors.note(FREED, storage, 0, 0)
         if saved.copy is not None and self._machine.is_on_device(storage):
@@ -169,7 +173,7 @@ class ActionExecutor:
         saved.storage = None
         saved.released_ref = None
         self._storages.by_id.pop(storage, None)
-        saved.record.id = -1  # the program may hold the storage still, and autograd may save it anew
+        saved.record.forget_saves()  # the program may hold the storage still, and autograd may save it anew
         self._context.forget(storage)
 
     def free_unused(self) -> None:
@@ -206,6 +210,7 @@ class ActionExecutor:
         if saved_tensors.followed >= 0:
             placement = self._state.candidates[saved_tensors.followed].placement
             slot = placement.find(saved.record.id, saved_tensors.tick)
+        self._handles.take(saved)
         try:
             with Hidden():
                 saved.copy = self._transfers.offload(storage, slot)
@@ -216,6 +221,7 @@ class ActionExecutor:
 
     def _release(self, saved: SavedStorage) -> None:
         if saved.copy is not None or self._prepare_replay(saved):
+            self._handles.take(saved)
             saved.release()
             return
         storage = saved.record.id
@@ -345,8 +351,11 @@ class ActionExecutor:
             recording = self._context.find_safe_recording(saved)
             if recording is None:
                 return False
+        reads = (*recording.leaves, *recording.sources)
+        for read in reads:
+            self._handles.take(read)
         saved.recording = recording
-        saved.reads = (*recording.leaves, *recording.sources)
+        saved.reads = reads
         for read in saved.reads:
             read.add_reader(saved)
         return True

@@ -12,15 +12,11 @@ from elbowroom.errors import NO_ROOM, TierError
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.ir.placement import CopySlot
-from elbowroom.residency.machine import State
 from elbowroom.residency.plan_policy import COPIES, NEVER, RELOADS
 from elbowroom.runtime.action_executor import SHARED
 from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.step_state import StepState
 from elbowroom.runtime.transfers import Transfers
-
-PLACES = State.RESIDENT, State.LEAVING, State.AWAY, State.ARRIVING
-"""Numbers of `PlannedStorage::Place`."""
 
 
 class PlannedMoves:

@@ -36,8 +36,8 @@ class SavedStorage:
         record: the extension's record of what the step's ops did with the storage.
 
     Attributes:
-        views: saved tensors by the index of their save. While they share its bytes, we hold no other reference to the
-            storage.
+        views: saved tensors by the index of their save, but for those that the extension keeps. While they share its
+            bytes, we hold no other reference to the storage.
         storage: storage that came back from a reload or a replay, or that a replay reads; else None.
         released_ref: weak reference to the storage that was released last, which the program may still hold.
         copy: copy in the tier below, if the storage was ever offloaded.
@@ -90,7 +90,7 @@ class SavedStorage:
             self.views = {}
         self.views[index] = view
         self.record.views = len(self.views)
-        self.record.is_guarded = True
+        self.record.is_guarded = self.record.is_handled = True
 
     def take_over(
         self, copy: Copy | None, storage: torch.UntypedStorage | None, released: torch.UntypedStorage | None
@@ -99,6 +99,14 @@ class SavedStorage:
         self.copy = copy
         self.storage = storage
         self.released_ref = None if released is None else weakref.ref(released)
+
+    def is_saved(self) -> bool:
+        """Tell whether autograd has saved a tensor of it, and not released it."""
+        return bool(self.views or self.record.kept_count)
+
+    def count_references(self) -> int:
+        """Return how many saved tensors share its bytes."""
+        return int(self.record.kept_count) + sum(not view.is_released for view in self.views.values())
 
     def discard_view(self, index: int) -> None:
         """Remove a saved tensor that autograd has released."""
@@ -121,6 +129,9 @@ class SavedStorage:
         """Return the storage on the device; None if we do not hold it."""
         if self.storage is not None:
             return self.storage
+        if self.record.kept_count:
+            kept: torch.UntypedStorage | None = self.record.storage
+            return kept
         for view in self.views.values():
             if not view.is_released:
                 storage: torch.UntypedStorage = view.storage
@@ -161,7 +172,10 @@ class SavedStorage:
         return made
 
     def release(self) -> None:
-        """Drop all of our references to the storage. The version counters of the saved tensors stay."""
+        """Drop all of our references to the storage. The version counters of the saved tensors stay.
+
+        None of them may be kept by the extension (`SaveHandles.take`).
+        """
         home = self.find_storage()
         if home is not None:
             self.released_ref = weakref.ref(home)

@@ -98,7 +98,7 @@ class StepContext:
             return False
         if self._state.has_no_room_below(saved) and self.find_safe_recording(saved) is None:
             return False
-        own = sum(not view.is_released for view in saved.views.values())
+        own = saved.count_references()
         return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # 1 for the storage's Python object
 
     def add_segment(self, storage: int) -> int:

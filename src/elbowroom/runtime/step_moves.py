@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.event_log import NO_STORAGE
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.packed import PackedTensor
-from elbowroom.runtime.planned_moves import PLACES, PlannedMoves
+from elbowroom.runtime.planned_moves import PlannedMoves
+from elbowroom.runtime.save_handles import SaveHandles
 from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_policy import StepPolicy
 from elbowroom.runtime.step_state import StepState
@@ -27,7 +27,7 @@ class StepMoves:
     Args:
         state, policy, executor: of the step.
         planned: makes the plan's copies; None if the machine makes all moves.
-        find_retire: returns what `PackedTensor` calls at its end.
+        handles: takes over saved tensors before their storages move.
         observer: of the step; if there is one, all events are reported at once.
     """
 
@@ -37,7 +37,7 @@ class StepMoves:
         policy: StepPolicy,
         executor: ActionExecutor,
         planned: PlannedMoves | None,
-        find_retire: Callable[[], Callable[[int, SavedStorage | None], None] | None],
+        handles: SaveHandles,
         observer: Observer | None,
     ) -> None:
         self._state = state
@@ -46,7 +46,7 @@ class StepMoves:
         self._policy = policy
         self._executor = executor
         self._planned = planned
-        self._find_retire = find_retire
+        self._handles = handles
         self._is_observed = observer is not None
         if planned is not None:
             policy.leave_out_copies()
@@ -108,14 +108,22 @@ class StepMoves:
         planned = self._planned
         if planned is None:
             return
-        self._saved_tensors.settle(self._pack, only_planned=True)
+        self._handles.take_planned()
         self._policy.take_over(planned.begun_tick)
         self._saved_tensors.due_tick = self._policy.due_tick
         self._end_planned()
 
-    def take_over_all(self) -> None:
-        """Have the machine track all storages of which saves were only logged."""
-        self._saved_tensors.settle(self._pack, only_planned=False)
+    def take_over_all(self, *, are_kept: bool) -> None:
+        """Have the machine track all storages of which saves were only logged.
+
+        Args:
+            are_kept: whether the extension keeps saved tensors until their storages move.
+        """
+        if are_kept:
+            self._handles.take_planned()
+            self._handles.find_new()
+        else:
+            self._handles.take_all()
         self._end_planned()
 
     def _leave(self, tick: int) -> None:
@@ -142,27 +150,3 @@ class StepMoves:
                 saved = self._state.storages.by_id.get(storage)
                 if saved is not None and not self._executor.stay(saved, why):
                     raise TransferFailed(why)
-
-    def _pack(self, save: Any, planned: tuple[Any, bool, int, Any, Any, Any] | None) -> PackedTensor:
-        """Return the object that stands for a tensor from now on, of which only the save was logged.
-
-        Args:
-            planned: of a save whose storage was moved as planned: its view; whether it is the first of its storage, and
-                then the storage's place and copy; the storage that came back, and the one that was released last.
-        """
-        saved: SavedStorage = save.residence
-        self._machine.add(saved.id)
-        self._state.storages.by_id[saved.id] = saved
-        if planned is None:
-            saved.add_view(save.index, save.tensor)
-            if save.is_written:
-                saved.may_move = False
-        else:
-            view, is_first, place, copy, storage, released = planned
-            if is_first:
-                self._machine.correct(saved.id, PLACES[place], copied=copy is not None)
-                saved.take_over(copy, storage, released)
-            saved.keep_view(save.index, view)
-        retire = self._find_retire()
-        assert retire is not None
-        return PackedTensor(retire, save.index, saved, save.version)

@@ -56,10 +56,27 @@ class StepPolicy:
         plan = self._machine.policy
         return plan.due_tick if isinstance(plan, PlanPolicy) else -1
 
-    def catch_up(self, entries: Iterable[Any]) -> None:
-        """Replay the log (`SavedTensors.tell`) into the online policy, and report which storages are off the device."""
+    def may_wait(self) -> bool:
+        """Tell whether the online policy may be told of events later."""
+        return self._online.may_wait()
+
+    def find_marks(self) -> tuple[int, int]:
+        """Return at how many live bytes at most, at a need, and at least, at a save, the online policy may decide
+        something."""
+        return self._online.find_marks()
+
+    def was_short(self) -> bool:
+        """Tell whether the online policy has been told of a shortage in this step."""
+        return self._online.history.present.was_tight
+
+    def watch(self, entries: Iterable[Any]) -> None:
+        """Replay the log into the online policy."""
         for event, moment, nbytes in read_log(entries, self._begin, self._state.storages.by_id):
             self._online.watch(event, moment, nbytes)
+
+    def catch_up(self, entries: Iterable[Any]) -> None:
+        """Replay the log (`SavedTensors.tell`) into the online policy, and report which storages are off the device."""
+        self.watch(entries)
         for storage in self._state.storages.by_id:
             if self._machine.state(storage) is State.AWAY:
                 self._online.learn(Release(storage))

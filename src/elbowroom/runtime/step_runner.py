@@ -23,9 +23,9 @@ from elbowroom.hooks.compiled_regions import undisturbed
 from elbowroom.ir.events import StorageNeeded, StorageSaved
 from elbowroom.residency import policies
 from elbowroom.residency.access_history import AccessHistory
-from elbowroom.residency.plan_policy import NEVER
 from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.candidate import Candidate
+from elbowroom.runtime.deferred_events import DeferredEvents
 from elbowroom.runtime.device_limit import DeviceLimit
 from elbowroom.runtime.event_log import NEEDED, NO_STORAGE, SAVED
 from elbowroom.runtime.locks import make_lock
@@ -34,8 +34,9 @@ from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.packed import PackedTensor
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.planned_moves import PlannedMoves
+from elbowroom.runtime.save_handles import SaveHandles
 from elbowroom.runtime.saved_storage import SavedStorage
-from elbowroom.runtime.state_moves import StateMoves, is_followed
+from elbowroom.runtime.state_moves import is_followed
 from elbowroom.runtime.step_context import StepContext
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_moves import StepMoves
@@ -43,13 +44,10 @@ from elbowroom.runtime.step_policy import StepPolicy
 from elbowroom.runtime.step_state import make_state
 from elbowroom.runtime.step_storages import load_native
 from elbowroom.runtime.thrash_guard import ThrashGuard
+from elbowroom.runtime.watching import start_watching
 from elbowroom.runtime.write_guard import WriteGuard
 
 logger = logging.getLogger(__name__)
-
-RESTING = 0.25
-"""Share of the budget. While no more is live no op is recorded, in a room that never had too little room. If a step has
-too little after all, what it made until then can be offloaded but not computed again."""
 
 
 @undisturbed
@@ -86,7 +84,6 @@ class StepRunner:
         self._observer = observer
         self._pager = environment.pager
         self.sliced_ops = environment.sliced_ops
-        self._state_moves: StateMoves | None = None
         # The lock knows which thread holds it: the garbage collector may free packed tensors in the middle of a move.
         self._lock = make_lock()
         self._retired: deque[tuple[int, SavedStorage | None]] = deque()
@@ -99,42 +96,20 @@ class StepRunner:
         online = get(policies, environment.policy, "Policy")(self._context, history)
         self._policy = StepPolicy(self.state, self._context, online)
         thrash = ThrashGuard(self.state, environment)
+        handles = SaveHandles(self.state, weakref.WeakMethod(self.retire))
         self._executor = ActionExecutor(
-            self.state, self._context, self._guard, thrash, environment.transfers, max(0, spare_bytes)
+            self.state, self._context, self._guard, thrash, environment.transfers, handles, max(0, spare_bytes)
         )
         self._policy.begin()
         follows = phase is Phase.FOLLOWING_PLAN and observer is None and bool(candidates[0].copied_storages)
         planned = PlannedMoves(self.state, self._guard, environment.transfers) if follows else None
-        self._moves = StepMoves(
-            self.state, self._policy, self._executor, planned, weakref.WeakMethod(self.retire), observer
+        self._moves = StepMoves(self.state, self._policy, self._executor, planned, handles, observer)
+        self._writes = WriteGuard(self.state, self._lock, self._executor, handles, self._moves)
+        is_observed = observer is not None
+        self._deferred = DeferredEvents(self.state, self._policy, self._executor, handles, is_observed=is_observed)
+        self._state_moves = start_watching(
+            self.state, environment, self._moves, self._lock, observer, may_rest=history.may_rest and not candidates
         )
-        self._writes = WriteGuard(self.state, self._lock, self._executor, self._moves)
-        rests = history.may_rest and not candidates
-        self._start_watching(environment, int(RESTING * environment.budget_bytes) if rests else 0)
-
-    def _start_watching(self, environment: StepEnvironment, resting_bytes: int) -> None:
-        """Tell the extension which ops to record, and which saves and needs to log without telling the runner."""
-        state = self.state
-        if environment.sliced_ops is not None:
-            environment.sliced_ops.begin_step(
-                environment.budget_bytes, state.watcher, state.storages.table, self._lock, self._observer,
-                has_plan=state.phase is Phase.FOLLOWING_PLAN,
-            )  # fmt: skip
-        if state.phase is Phase.FOLLOWING_PLAN:
-            expected = state.candidates[0]
-            if state.segments or expected.plan.state:
-                self.state.watcher.follow(*expected.replayed_ops)
-            if (schedule := expected.state_schedule) is not None and self._pager is not None:
-                before, after = (schedule.list_positions(is_before=is_before) for is_before in (True, False))
-                self.state.watcher.set_state_moves(before, after)
-                tensors = schedule.tensors.find(environment.list_kept(), environment.name_residents)
-                self._state_moves = StateMoves(schedule, self._pager, tensors)
-            due_tick = -1 if self._observer is not None else self._moves.due_tick  # -1: everything is reported at once
-            self._saved_tensors.log(expected.plan_storages, self._moves.copied_storages, due_tick)
-        elif state.phase is not Phase.CAPTURING:
-            self.state.watcher.record(resting_bytes, state.storages.min_bytes)
-            if state.phase is Phase.UNPRESSURED:
-                self._saved_tensors.log(frozenset(), frozenset(), NEVER)
 
     def begin(self) -> None:
         """Have the ledger ask for room from now on."""
@@ -164,6 +139,7 @@ class StepRunner:
         """
         with self._lock:
             self._drain()
+            self._deferred.catch_up()
             if self._observer is not None:
                 self._observer.saved(tensor)
             tensors = self._saved_tensors
@@ -204,6 +180,7 @@ class StepRunner:
         """
         with self._lock:
             self._drain()
+            self._deferred.catch_up()
             tick = self._saved_tensors.follow_need(index, save.index)
             packed: PackedTensor | None = save.handle
             saved: SavedStorage | None = save.residence if packed is None else packed.residence
@@ -216,15 +193,19 @@ class StepRunner:
                 saved.views[packed.index].check_version(packed.version)
                 self._saved_tensors.note(NEEDED, saved.record.id, tick, 0)
                 given = self._moves.serve(packed, saved, tick)
+            self._deferred.set_marks()
             if self._observer is not None:
                 self._observer.needed(save.index, save.tensor if given is None else given)
             return given
 
     def move(self, tick: int) -> None:
-        """Make the moves that the plan has at an event, of which the machine need not know."""
+        """Make the moves that are due at an event that was only logged."""
         with self._lock:
             self._drain()
-            self._moves.make_due(tick)
+            if self._deferred.are_deferred:
+                self._deferred.decide()
+            else:
+                self._moves.make_due(tick)
 
     def bring(self, save: Any, storage: int, tick: int) -> torch.Tensor:
         """Return a saved tensor whose storage is not there, and make the moves that are due."""
@@ -251,6 +232,7 @@ class StepRunner:
                 self._start_managing()
             elif phase is Phase.MANAGED:
                 self._policy.manage(followed, self._saved_tensors.tick)
+                self._deferred.begin(followed)
             elif phase is Phase.DRAINING:
                 self._close()
 
@@ -305,6 +287,7 @@ class StepRunner:
                 actions = self._guard.evict(missing_bytes, requested_bytes, what)
                 with self._guard.noting_moves():
                     self._executor.perform(actions)
+            self._deferred.set_marks()
             return True
 
     def finish(self) -> None:
@@ -313,6 +296,8 @@ class StepRunner:
         with self._lock:
             self._drain()
             self._moves.take_over()
+            if self._policy.was_short():
+                self._deferred.catch_up()
             dropped = [saved for saved in state.storages.by_id.values() if saved.recording is not None]
             if state.phase is Phase.FOLLOWING_PLAN and not dropped:
                 state.enter(Phase.DRAINING)
@@ -372,6 +357,7 @@ class StepRunner:
             self.state.missing_bytes = max(0, missing_bytes)
             self._saved_tensors.leave(f"there is no room for {what}")
         self._drain()
+        self._deferred.catch_up()
         if self.state.phase is Phase.UNPRESSURED:
             self._start_managing()
         return True
@@ -386,10 +372,12 @@ class StepRunner:
         if was_following:
             self.state.watcher.record(0, state.storages.min_bytes)
             state.storages.mark_persistent()  # again: there may be others by now
-        self._moves.take_over_all()
+        followed = self._saved_tensors.followed
+        self._moves.take_over_all(are_kept=self._deferred.may_begin(followed))
         self._executor.free_unused()
         self._policy.catch_up(entries)
-        self._policy.manage(self._saved_tensors.followed, self._saved_tensors.tick)
+        self._policy.manage(followed, self._saved_tensors.tick)
+        self._deferred.begin(followed)
 
     def _close(self) -> None:
         """Let go of what a graph that lives on does not need. No reference cycle is left."""

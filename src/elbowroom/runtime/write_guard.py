@@ -12,6 +12,7 @@ from elbowroom.errors import SavedTensorLost
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import guard_exposures
 from elbowroom.runtime.action_executor import ActionExecutor
+from elbowroom.runtime.save_handles import SaveHandles
 from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_moves import StepMoves
 from elbowroom.runtime.step_state import StepState
@@ -26,13 +27,16 @@ class WriteGuard:
         state: of the step.
         lock: held while storages move.
         executor: moves storages.
-        moves: of the step.
+        handles, moves: of the step.
     """
 
-    def __init__(self, state: StepState, lock: Any, executor: ActionExecutor, moves: StepMoves) -> None:
+    def __init__(
+        self, state: StepState, lock: Any, executor: ActionExecutor, handles: SaveHandles, moves: StepMoves
+    ) -> None:
         self._state = state
         self._lock = lock
         self._executor = executor
+        self._handles = handles
         self._moves = moves
         guard_exposures(self)
 
@@ -85,13 +89,14 @@ class WriteGuard:
 
     def _keep(self, saved: SavedStorage, home: torch.UntypedStorage) -> None:
         """Keep a saved storage on the device, so that autograd finds what is written to it."""
-        if not saved.views:
+        if not saved.is_saved():
             return
         with self._lock:
             if saved.copy is not None:
                 self._executor.wait(saved)
                 self._executor.discard_copy(saved)
             if saved.find_storage() is not home:
+                self._handles.take(saved)
                 saved.release()  # a reloaded duplicate of a storage that the program still held
                 saved.storage = home
             saved.may_move = False

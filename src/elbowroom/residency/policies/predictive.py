@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from elbowroom.ir.actions import Offload, Reload
-from elbowroom.ir.events import Event, PressureRaised
+from elbowroom.ir.events import Event, PressureRaised, StorageSaved
 from elbowroom.residency.access_history import AccessHistory, StepAccesses
 from elbowroom.residency.context import PolicyContext, replay_seconds, spare_bytes
 from elbowroom.residency.machine import Intent
@@ -102,6 +102,12 @@ class Policy(Online):
         if self._roles is None:
             self._foresee()
         return not self._roles
+
+    def watch(self, event: Event, moment: Moment | None = None, nbytes: int | None = None) -> None:
+        super().watch(event, moment, nbytes)
+        # Of an event that is told late, what `_copy_early` does at once.
+        if moment is not None and isinstance(event, StorageSaved) and self.history.present.was_tight:
+            self._unlearnt.append(event.storage)
 
     def comes(self, storage: int, moment: Moment) -> None:
         self._attend(moment)
