@@ -197,12 +197,9 @@ class Online:
         elif not isinstance(intent, Offload) and storage in self._here:
             self._take(storage)
             if isinstance(intent, Release):
-                self._leave(storage)
+                self._away[storage] = None
+                self._next_bytes = 0
             self.left(storage, isinstance(intent, Drop))
-
-    def _leave(self, storage: int) -> None:
-        self._away[storage] = None
-        self._next_bytes = 0
 
     def _add(self, storage: int) -> bool:
         """Add a storage to those on the device; return whether it is new there."""
@@ -219,6 +216,7 @@ class Online:
         self._here.discard(storage)
 
     def _relieve(self, nbytes: int) -> list[Intent]:
+        self._next_bytes = 0
         copies: list[Intent] = []
         releases: list[Intent] = []
         for storage in self._iterate_victims() if nbytes > 0 else ():
@@ -230,7 +228,7 @@ class Online:
             if is_dropped:
                 releases.append(Drop(storage, self.context.add_segment(storage)))
             else:
-                self._leave(storage)
+                self._away[storage] = None
                 copies.append(Offload(storage))
                 releases.append(Release(storage))
             if nbytes <= 0:

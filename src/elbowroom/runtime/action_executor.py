@@ -354,6 +354,8 @@ class ActionExecutor:
         reads = (*recording.leaves, *recording.sources)
         for read in reads:
             self._handles.take(read)
+        if not recording.is_open(self._storages.table):
+            return False  # another thread has released a storage that it reads
         saved.recording = recording
         saved.reads = reads
         for read in saved.reads:

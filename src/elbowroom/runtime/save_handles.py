@@ -63,7 +63,8 @@ class SaveHandles:
         saved: SavedStorage = save.residence
         self._track(saved)
         if planned is None:
-            saved.add_view(save.index, save.tensor)
+            if (tensor := save.tensor) is not None:  # else another thread has released it
+                saved.add_view(save.index, tensor)
             if save.is_written:
                 saved.may_move = False
         else:

@@ -1,4 +1,4 @@
-"""What the extension is told at the beginning of a step."""
+"""Settings of the extension at the beginning of a step: which ops it records, and which events it reports."""
 
 from __future__ import annotations
 
