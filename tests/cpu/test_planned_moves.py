@@ -16,6 +16,7 @@ from elbowroom.ir.journal import Mode
 from elbowroom.planning_times import PlanningTimes
 from elbowroom.room import Room
 from elbowroom.runtime.planned_moves import PlannedMoves
+from elbowroom.runtime.save_handles import SaveHandles
 from elbowroom.runtime.step_moves import StepMoves
 from elbowroom.runtime.step_runner import StepRunner
 from tests.fake_card import use_fake_card
@@ -113,7 +114,7 @@ def takeovers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of each step that did not go as planned, what the machine took over at."""
     found: list[str] = []
     packs: list[int] = []
-    take_over, pack = StepMoves.take_over, StepMoves._pack
+    take_over, pack = StepMoves.take_over, SaveHandles._make
 
     def noted(moves: StepMoves) -> None:
         packs.clear()
@@ -122,12 +123,12 @@ def takeovers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if packs:
             found.append(phase)
 
-    def noted_pack(moves: StepMoves, save: Any, planned: Any) -> Any:
+    def noted_pack(handles: SaveHandles, save: Any, planned: Any) -> Any:
         packs.append(save.index)
-        return pack(moves, save, planned)
+        return pack(handles, save, planned)
 
     monkeypatch.setattr(StepMoves, "take_over", noted)
-    monkeypatch.setattr(StepMoves, "_pack", noted_pack)
+    monkeypatch.setattr(SaveHandles, "_make", noted_pack)
     return found
 
 

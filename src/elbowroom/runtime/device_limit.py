@@ -10,6 +10,7 @@ from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_regions import undisturbed
 from elbowroom.hooks.cuda_ledger import POOL_PAGE_BYTES
 from elbowroom.runtime.action_executor import ActionExecutor
+from elbowroom.runtime.deferred_events import DeferredEvents
 from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.state_moves import StateMoves, is_followed
@@ -27,6 +28,7 @@ class DeviceLimit:
         lock: of the step.
         prepare_to_evict: has the policy decide from now on, since bytes are missing for an op (0 if they are only
             guessed). Returns False if no budget holds.
+        deferred: events that the policy is told late.
         state_moves: of the plan; None if it moves no model state.
     """
 
@@ -37,6 +39,7 @@ class DeviceLimit:
         executor: ActionExecutor,
         lock: Any,
         prepare_to_evict: Callable[[str, int], bool],
+        deferred: DeferredEvents,
         state_moves: StateMoves | None,
     ) -> None:
         self._state = state
@@ -44,6 +47,7 @@ class DeviceLimit:
         self._executor = executor
         self._lock = lock
         self._prepare_to_evict = prepare_to_evict
+        self._deferred = deferred
         self._state_moves = state_moves
 
     def make_room(self, op: str, nbytes: int) -> bool:
@@ -74,6 +78,7 @@ class DeviceLimit:
                 actions = self._guard.evict(1, 0, op)
             with self._guard.noting_moves():
                 self._executor.perform(actions)
+            self._deferred.set_marks()
             return True
 
     def prepare_room(self, op: str, nbytes: int, is_known: bool, is_sliceable: bool) -> None:
@@ -124,3 +129,4 @@ class DeviceLimit:
         why = f"{op}: {missing_bytes} bytes are missing"
         if missing_bytes > 0 and leaves_plan and self._prepare_to_evict(why, 0 if is_guess else missing_bytes):
             self._executor.make_room(nbytes, op)
+            self._deferred.set_marks()

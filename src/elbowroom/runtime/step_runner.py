@@ -122,7 +122,9 @@ class StepRunner:
     def device_limit(self) -> DeviceLimit:
         """Object that makes room for ops; made for each call, since a cycle would outlive the step."""
         prepare = self._prepare_to_evict
-        return DeviceLimit(self.state, self._guard, self._executor, self._lock, prepare, self._state_moves)
+        return DeviceLimit(
+            self.state, self._guard, self._executor, self._lock, prepare, self._deferred, self._state_moves
+        )
 
     # -- what the extension calls ---------------------------------------------------------------------------------
 
