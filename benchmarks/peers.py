@@ -146,12 +146,13 @@ class Survey:
     def run_heat(self, name: str, targets: list[dict[str, Any]], rounds: int) -> None:
         """Run plain, the fastest peers and Elbowroom within each target step by step in turn, and keep all rounds."""
         model = self.models[name]
-        peers = {peer for target in targets for peer in find_fastest(model["survey"], target["budget_bytes"])}
+        budgets = dict.fromkeys(target["budget_bytes"] for target in targets)
+        fastest = {budget: find_fastest(model["survey"], budget) for budget in budgets}
+        peers = {peer for fitting in fastest.values() for peer in fitting}
         peers |= {target["peer"] for target in targets if "peer" in target}
         others = sorted(peers, key=list(model["survey"]).index)
-        families = ["elbowroom", *(["elbowroom-inductor"] if any("inductor" in peer for peer in peers) else [])]
-        budgets = dict.fromkeys(target["budget_bytes"] for target in targets)
-        ours = [f"{family}:{budget}" for family in families for budget in budgets]
+        compiled = [budget for budget in budgets if any("inductor" in peer for peer in fastest[budget])]
+        ours = [f"elbowroom:{budget}" for budget in budgets] + [f"elbowroom-inductor:{budget}" for budget in compiled]
         results: dict[str, Any] = {}
         with running([]) as processes:
             for contender in ["plain", *others, *ours]:  # one by one: a room measures its ops as it starts
