@@ -105,7 +105,10 @@ def save(value: Any, path: str | os.PathLike[str], beside: Mapping[str, Any] | N
         ) from error
     if path.suffix == ".gz":
         data = gzip.compress(data, compresslevel=6, mtime=0)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # which the user has not given
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
