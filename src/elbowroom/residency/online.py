@@ -24,8 +24,11 @@ from elbowroom.residency.candidates import Candidates
 from elbowroom.residency.context import PolicyContext, replay_seconds, spare_bytes, swap_seconds
 from elbowroom.residency.machine import Drop, Intent
 
-SAMPLE = 128
+SAMPLE = 64
 """Storages scored at once; all of them if there are no more."""
+
+EARLY = 16
+"""The same for a copy that begins early: another storage may turn out to leave first."""
 
 EVICTED = 4
 """Storages evicted from one sample."""
@@ -235,11 +238,11 @@ class Online:
                 break
         return copies + releases  # start all copies before waiting for the first
 
-    def _iterate_victims(self) -> Iterator[int]:
+    def _iterate_victims(self, sample: int = SAMPLE) -> Iterator[int]:
         """Yield the storages to evict, those with the lowest ranks and scores of a sample first."""
         is_found = True
-        while is_found and len(self._here) > SAMPLE:
-            rated = self._rate_all(self._here.draw(SAMPLE))
+        while is_found and len(self._here) > sample:
+            rated = self._rate_all(self._here.draw(sample))
             for _ in range(EVICTED):
                 storage = self._pop(rated)
                 is_found = storage is not None
@@ -297,7 +300,7 @@ class Online:
             return []
         if self.history.events < self._skipped_until:
             return []
-        storage = next(self._iterate_victims(), None)
+        storage = next(self._iterate_victims(EARLY), None)
         if storage is None or (replay_seconds(self.context, storage) < math.inf and self.drops(storage)):
             self._skipped_until = self.history.events + SKIPPED
             return []

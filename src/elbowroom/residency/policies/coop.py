@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.residency.context import PolicyContext, replay_seconds, swap_seconds
 from elbowroom.residency.machine import Intent
-from elbowroom.residency.online import Online
+from elbowroom.residency.online import SAMPLE, Online
 
 STARTS = 32
 """Most windows scored per eviction."""
@@ -87,12 +87,12 @@ class Policy(Online):
         self._window = self._find_window(nbytes)
         return super()._relieve(nbytes)
 
-    def _iterate_victims(self) -> Iterator[int]:
+    def _iterate_victims(self, sample: int = SAMPLE) -> Iterator[int]:
         while self._window:
             storage = self._window.pop()
             if storage in self._here:
                 yield storage
-        yield from super()._iterate_victims()
+        yield from super()._iterate_victims(sample)
 
     def _find_window(self, nbytes: int) -> list[int]:
         """Return the cheapest window of at least `nbytes`; empty if there is none."""
