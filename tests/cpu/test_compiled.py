@@ -17,6 +17,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_calls import listen
+from elbowroom.hooks.compiled_regions import is_in_region
 from elbowroom.hooks.grouped_step import GroupedStep
 from elbowroom.integrations.optimizer_steps import OptimizerSteps
 from elbowroom.ir.hardware import HardwareProfile
@@ -389,6 +390,26 @@ def test_a_compiled_update_is_that_of_all_parameters(
                 run_step()
                 optimizer.zero_grad()
     assert bool(grouped) != is_compiled
+
+
+def test_the_refusal_of_compiled_code_says_so(profile: HardwareProfile) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @torch.compile(backend="inductor")
+    def step() -> None:
+        optimizer.step()
+
+    budget_bytes = 3 * sum(each.nbytes for each in model.parameters())
+    with elbowroom.fit(model, optimizer, budget_bytes, mode="dynamic", min_offload_bytes=1024, profile=profile) as room:
+
+        def train() -> None:
+            model(torch.ones(8, 64)).sum().backward()
+            step()
+
+        with pytest.raises(Infeasible, match="leave an optimizer's step uncompiled"), room.step():
+            train()
+    assert not is_in_region()
 
 
 def test_code_is_compiled_once_inside_and_outside_of_steps_while_state_is_away(away: Away) -> None:

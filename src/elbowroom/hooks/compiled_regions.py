@@ -29,6 +29,9 @@ Pause = Callable[[], contextlib.AbstractContextManager[None]]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_regions = threading.local()  # `depth`: compiled regions that the thread runs
+
+
 class Timer(Protocol):
     """Adds up seconds that do not belong to the step."""
 
@@ -60,10 +63,14 @@ def _show(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[
 
     @functools.wraps(call)
     def run(code: Any, inputs: Sequence[Any]) -> Any:
-        if native.is_any_state_managed():
-            written = [inputs[index] for index in getattr(code, "mutated_input_idxs", ())]
-            return native.run_with_state(inputs, written, functools.partial(run_watched, code, inputs))
-        return run_watched(code, inputs)
+        _regions.depth = getattr(_regions, "depth", 0) + 1
+        try:
+            if native.is_any_state_managed():
+                written = [inputs[index] for index in getattr(code, "mutated_input_idxs", ())]
+                return native.run_with_state(inputs, written, functools.partial(run_watched, code, inputs))
+            return run_watched(code, inputs)
+        finally:
+            _regions.depth -= 1
 
     def run_watched(code: Any, inputs: Sequence[Any]) -> Any:
         watchers = native.get_active_watchers()
@@ -78,6 +85,11 @@ def _show(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[
 
     run.shows_regions = True  # type: ignore[attr-defined]
     return run
+
+
+def is_in_region() -> bool:
+    """Tell whether this thread runs code that Inductor has compiled."""
+    return getattr(_regions, "depth", 0) > 0
 
 
 def may_run_compiled() -> bool:

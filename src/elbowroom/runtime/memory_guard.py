@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from elbowroom.errors import Infeasible
+from elbowroom.hooks.compiled_regions import is_in_region
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.storage_ids import get_any_storage
 from elbowroom.ir.actions import Action
@@ -219,6 +220,11 @@ class MemoryGuard:
             )
         if self._refusal:
             notes.append(f"Parameters, gradients or optimizer state stay, since {self._refusal}")
+        if is_in_region():
+            notes.append(
+                "Compiled code runs as one op: what it reads and what it holds inside stays until it returns. Compile "
+                "smaller parts, and leave an optimizer's step uncompiled."
+            )
         if op.startswith("aten.") and op not in list_rules():
             notes.append(f"{op} cannot run in slices.")
         return " ".join(notes)
