@@ -493,7 +493,7 @@ def test_a_file_is_whole_or_as_before(tmp_path: pathlib.Path, monkeypatch: pytes
             files.save(NOUNS["plan"], path)
     with pytest.raises(TraceError, match="finite"):
         files.save(dataclasses.replace(NOUNS["forecast"], step_seconds=float("nan")), path)
-    with pytest.raises(OSError, match="missing"):
+    with pytest.raises(FileNotFoundError, match=r"missing/noun\.json'"):
         files.save(NOUNS["plan"], tmp_path / "missing" / "noun.json")
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["noun.json"]
