@@ -28,6 +28,9 @@ ROWS = 1 << 20
 MANY = 1 << 12
 """Elements of each result that are compared in sums of 16 bits: another order changes one in a hundred of `Ties`."""
 
+FEW = 100
+"""The same of ops whose arguments have more than `ROWS` elements, whose probes take long."""
+
 ROUNDED = 8
 """Draws of each of `SUMS` at most."""
 
@@ -62,7 +65,8 @@ def _list_values(call: OpCall, results: Sequence[torch.Tensor]) -> list[Values |
     if str(call.op) in PER_ROW:
         count = max(count, min(2 * MOST, ROWS // max(1, sum(each.numel() for each in call.reads))))
     found: list[Values | Ties] = [*[Values.NORMAL] * count, Values.EXTREME]
-    repeats = min(ROUNDED, math.ceil(MANY / fewest)) if sum(each.numel() for each in call.reads) <= ROWS else 1
+    wanted = MANY if sum(each.numel() for each in call.reads) <= ROWS else FEW
+    repeats = min(ROUNDED, math.ceil(wanted / fewest))
     for dtype in {each.dtype: None for each in call.reads}:
         found += repeats * [*map(Ties, SUMS.get(dtype, ()))]
     return found
