@@ -22,9 +22,11 @@ from elbowroom.ops.replayable import iterate_tensors
 from elbowroom.slicing import calls, probe
 from elbowroom.slicing.bits import equal_bits
 from elbowroom.slicing.calls import make_results, run_slice, run_whole
+from elbowroom.slicing.draws import _list_values
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore, describe_pass
 from elbowroom.slicing.op_call import bind
 from elbowroom.slicing.probe import MOST_SLICES, find_exact, is_exact, memory_in_files, probe_passes
+from elbowroom.slicing.random_data import Ties
 from elbowroom.slicing.registry import find_passes, find_passes_along, list_rules
 from tests.slicing_cases import GROUPS, MIXED_GROUPS
 
@@ -532,6 +534,19 @@ def test_a_smaller_probe_claims_no_more_than_that_of_the_whole_op(parts: int, sh
         for passes in find_passes(op, args, {}):
             smaller = probe_passes(op, args, {}, passes, parts, limit_bytes=limit)
             assert not smaller.is_exact or probe_passes(op, args, {}, passes, parts).is_exact
+
+
+@pytest.mark.parametrize("images", [8, 16, 64])  # 0.6, 1.2 and 4.7 million elements are read
+def test_few_sums_of_16_bits_are_compared_often(images: int) -> None:
+    """A convolution's bias gradient has one element a channel, and most other orders of its sum round to the same."""
+    channels = 16
+    x = torch.empty(images, channels, 48, 48, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(channels, channels, 3, 3, dtype=torch.bfloat16, device="meta")
+    args = (x, x, weight, [channels], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, True])
+    call = bind(aten.convolution_backward.default, args, {})
+    bias = torch.empty(channels, dtype=torch.bfloat16, device="meta")
+    ties = [each for each in _list_values(call, [weight, bias]) if isinstance(each, Ties)]
+    assert len(ties) * channels >= 400
 
 
 def test_a_probe_leaves_arguments_and_random_state_as_they_are() -> None:

@@ -29,7 +29,7 @@ MANY = 1 << 12
 """Elements of each result that are compared in sums of 16 bits: another order changes one in a hundred of `Ties`."""
 
 FEW = 100
-"""The same of ops whose arguments have more than `ROWS` elements, whose probes take long."""
+"""The same for ops whose arguments have more than `ROWS` elements: their probes take long."""
 
 ROUNDED = 8
 """Draws of each of `SUMS` at most."""
