@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv .venv || { "$(PYTHON)" -m venv --clear --without-pip .venv && \
 		"$(PYTHON)" -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -m pip install --constraint constraints.txt setuptools
-	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[models,pictures,tuning,integrations,docs,dev]'
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --no-build-isolation --editable '.[models,pictures,tuning,integrations,docs,dev]'
 	touch $(READY)
 
 # In machine code: the planner's loops, and the extension that counts memory and watches ops.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +15,14 @@ import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.ir.slicing import SlicePass
 from elbowroom.native import library
-from elbowroom.runtime.slice_choice import SliceChooser
+from elbowroom.runtime import slice_choice
+from elbowroom.runtime.slice_choice import Cut, SliceChooser
 from elbowroom.runtime.slice_sizes import SliceSizes
 from elbowroom.slicing import vector_ends
-from elbowroom.slicing.exactness_store import ExactnessStore
-from elbowroom.slicing.op_call import bind
+from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
+from elbowroom.slicing.op_call import OpCall, bind
 from tests.cpu.test_sliced_ops import JOBS, LanguageModel, make_job
 from tests.state_jobs import MIN_BYTES, StateJob, assert_same, run_plain, run_within
 
@@ -34,9 +38,9 @@ def test_slices_do_not_get_smaller_with_each_step(profile: HardwareProfile, monk
     known: dict[SliceSizes, list[int]] = {}
     begin_again = SliceSizes.begin_again
 
-    def note(self: SliceSizes) -> None:
+    def note(self: SliceSizes, cut: Cut) -> None:
         known.setdefault(self, []).append(self.slice_bytes)
-        begin_again(self)
+        begin_again(self, cut)
 
     monkeypatch.setattr(SliceSizes, "begin_again", note)
     job = make_with_wide_head()
@@ -107,6 +111,32 @@ def test_probes_of_tensors_below_a_mebibyte_have_room(profile: HardwareProfile) 
         assert all(map(torch.equal, job.model.parameters(), plain.model.parameters()))
 
 
+def test_each_pass_has_slices_of_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the weight's gradient are exact only as a whole, and of the input's in four parts or more."""
+
+    def probe(call: OpCall, passes: Sequence[SlicePass], parts: Any, **_: Any) -> dict[SlicePass, Exactness]:
+        def is_exact(each: SlicePass) -> bool:
+            return math.prod(parts(each)) == 1 if 1 in each.results else math.prod(parts(each)) >= 4
+
+        return {each: Exactness.PROVEN if is_exact(each) else Exactness.INEXACT for each in passes}
+
+    monkeypatch.setattr(slice_choice, "probe_each", probe)
+    x, weight = torch.randn(16, 16, 12, 12), torch.randn(16, 16, 3, 3)
+    rest = ([16], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True])
+    call = bind(torch.ops.aten.convolution_backward.default, (x, x, weight, *rest), {})
+    results, sizes = [x, weight, weight[0, 0, 0]], SliceSizes(x.nbytes // 4)
+    chooser = SliceChooser(is_exact=True)
+    assert chooser.choose(call, results, [sizes.slice_bytes], 1 << 30) is None
+    cut = chooser.choose(call, results, sizes.list_all(), 1 << 30)
+    assert cut is not None and cut.is_larger
+    assert sorted(math.prod(cut.parts[each]) for each in cut.passes) == [1, 8]
+    assert chooser.choose(call, results, [1], 1 << 30, former=cut) == cut
+    assert sizes.go_on(cut) and not sizes.overlaps, "the same slices, one at a time"
+    assert sizes.go_on(cut) and sizes.overlaps, "and then none that are larger than they were to be"
+    assert chooser.choose(call, results, sizes.list_all(), 1 << 30) is None
+    assert sizes.exclude() and cut.passes in sizes.excluded and not sizes.exclude()
+
+
 def test_samples_for_cuts_of_pointwise_ops_need_no_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
@@ -122,7 +152,7 @@ def test_samples_for_cuts_of_pointwise_ops_need_no_room(
         scope.limit_bytes = 300 << 10
         chooser = SliceChooser(is_exact=True, folder=str(tmp_path))
         chooser._store = ExactnessStore(tmp_path)
-        cut = chooser.choose(call, (tensor,), {}, [tensor], 8 << 10, 300 << 10)
+        cut = chooser.choose(call, [tensor], [8 << 10], 300 << 10)
     finally:
         native.enter_scope(former)
         scope.close()

@@ -18,6 +18,7 @@ from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wait
 from elbowroom.ir.events import StorageFreed, StorageRestored
+from elbowroom.ir.plan import Segment
 from elbowroom.residency.machine import State, count_reads
 from elbowroom.runtime.event_log import FREED
 from elbowroom.runtime.memory_guard import MemoryGuard
@@ -257,8 +258,7 @@ class ActionExecutor:
         segment = self._state.segments[action.segment]
         outputs = [self._storages.by_id[storage] for storage in action.outputs]
         gone = [saved for saved in outputs if saved.find_released() is None]
-        nbytes = count_bytes([saved.recording for saved in gone if saved.recording is not None])
-        self.make_room(nbytes, f"a replay of {len(segment.ops)} ops")
+        nbytes = self._make_room_for([saved.recording for saved in gone if saved.recording is not None], segment)
         begin = time.perf_counter()
         missing = [saved for saved in outputs if not saved.revive()]
         recordings = [saved.recording for saved in missing if saved.recording is not None]
@@ -285,6 +285,19 @@ class ActionExecutor:
         reads = self._context.pinned[-1]
         for leaf in segment.leaves:
             reads[leaf] -= 1
+
+    def _make_room_for(self, recordings: Sequence[Recording], segment: Segment) -> int:
+        """Make room for a replay. Return the bytes that it allocates.
+
+        What the program holds and is away comes back during the replay, when results can no longer leave to make room.
+        """
+        nbytes, what = count_bytes(recordings), f"a replay of {len(segment.ops)} ops"
+        if not self._state.phase.follows_plan:
+            away_bytes = self._guard.count_away([each for recording in recordings for each in recording.kept])
+            with contextlib.suppress(*NO_ROOM):  # one op may not need all of it at once
+                self.make_room(nbytes + away_bytes, what)
+        self.make_room(nbytes, what)
+        return nbytes
 
     def _retry(self, call: Callable[[], T], refusal: type[Exception], nbytes: int, what: str) -> T:
         """Call, and again after each refusal of a device's allocator while anything may leave."""

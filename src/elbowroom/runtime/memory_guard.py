@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import distributed
@@ -104,6 +104,12 @@ class MemoryGuard:
     def is_paged(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether a storage leaves in place, as model state does."""
         return self._pager is not None and self._pager.storages.table.find(storage) is not None
+
+    def count_away(self, storages: Iterable[torch.UntypedStorage]) -> int:
+        """Return the bytes of those storages that have left in place. They come back when an op uses them."""
+        if self._pager is None or not self._pager.is_active:
+            return 0
+        return sum({each._cdata: each.nbytes() for each in storages if self._pager.is_away(each)}.values())
 
     @contextlib.contextmanager
     def noting_moves(self) -> Iterator[None]:

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,7 +15,7 @@ from elbowroom.errors import NO_ROOM, Infeasible, MemoryRefused
 from elbowroom.ir.slicing import SlicePass, count_parts, count_whole_bytes
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
 from elbowroom.slicing.op_call import OpCall
-from elbowroom.slicing.probe import find_exact, memory_in_files
+from elbowroom.slicing.probe import memory_in_files, probe_each
 from elbowroom.slicing.registry import find_passes
 from elbowroom.slicing.rule import Alternatives
 from elbowroom.slicing.vector_ends import ELEMENTWISE, find_telling
@@ -35,20 +34,18 @@ class Cut:
         passes: that compute its results.
         parts: number of slices of each loop, by pass.
         exactness: answer of the probe; INEXACT for cuts that change the order of a sum.
+        is_larger: whether slices are larger than they were to be, as smaller ones are not exact.
     """
 
     passes: tuple[SlicePass, ...]
     parts: Mapping[SlicePass, tuple[int, ...]]
     exactness: Exactness
+    is_larger: bool = False
 
     @property
     def is_finest(self) -> bool:
         """True if no slice can be smaller."""
-        return all(
-            count >= max(1, math.ceil(loop.length / loop.multiple))
-            for each in self.passes
-            for loop, count in zip(each.loops, self.parts[each], strict=True)
-        )
+        return all(_are_finest(each, self.parts[each]) for each in self.passes)
 
 
 class SliceChooser:
@@ -66,45 +63,76 @@ class SliceChooser:
         self._store: ExactnessStore | None = None
 
     def choose(
-        self, call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[torch.Tensor],
-        slice_bytes: int, budget_bytes: int, excluded: Collection[tuple[SlicePass, ...]] = (),
+        self, call: OpCall, results: Sequence[torch.Tensor], sizes: Sequence[int], budget_bytes: int, *,
+        former: Cut | None = None, excluded: Collection[tuple[SlicePass, ...]] = (),
     ) -> Cut | None:  # fmt: skip
-        """Return a cut whose slices take at most `slice_bytes`, where they can be that small; None if there is none.
-
-        It is an exact one if any is known to be.
+        """Return a cut; None if there is none that is allowed. It is an exact one if any is known to be.
 
         Args:
             results: of the op, as they will be.
+            sizes: bytes of a slice, where it can be that small, in the order in which they are tried. Inexact slices
+                have the first size.
+            former: cut with which the op has run, chosen again if it is exact.
             excluded: passes of other cuts.
         """
-        alternatives = find_passes(call.op, args, kwargs, with_partial=True)
-        sizes = (_count_bytes(call.reads), _count_bytes(results))
-        whole_bytes = {each: count_whole_bytes(each, *sizes) for each in alternatives if each not in excluded}
+        args, kwargs = call.order(call.values)
+        found = find_passes(call.op, args, kwargs, with_partial=True)
+        nbytes = (_count_bytes(call.reads), _count_bytes(results))
+        whole_bytes = {each: count_whole_bytes(each, *nbytes) for each in found if each not in excluded}
         alternatives = tuple(
             sorted((each for each in whole_bytes if whole_bytes[each] <= budget_bytes), key=whole_bytes.__getitem__)
         )
-        parts = {each: count_parts(each, *sizes, slice_bytes) for passes in alternatives for each in passes}
-        found = self._find_exact(call, args, kwargs, alternatives, parts, budget_bytes)
-        if found is not None:
-            return Cut(found[0], parts, found[1])
-        if not alternatives:
-            return None
+        if former is not None and former.passes in alternatives and former.exactness.is_exact:
+            answers = self._probe(call, former.passes, former.parts, budget_bytes)
+            if len(answers) == len(former.passes):
+                return dataclasses.replace(former, exactness=_find_weakest(answers.values()))
+        every = dict.fromkeys(each for passes in alternatives for each in passes)
+        tried = sizes if self.is_exact else sizes[:1]
+        parts = [{each: count_parts(each, *nbytes, size) for each in every} for size in tried]
+        exact = self._find_exact(call, alternatives, parts, budget_bytes)
+        if exact is not None or self.is_exact or not alternatives:
+            return exact
         summing = [each for each in alternatives if any(part.sums for part in each)]
-        return Cut(summing[0] if summing and not self.is_exact else alternatives[0], parts, Exactness.INEXACT)
+        return Cut(summing[0] if summing else alternatives[0], parts[0], Exactness.INEXACT)
 
     def judge(self, call: OpCall, slice_pass: SlicePass, count: int, budget_bytes: int) -> Exactness | None:
         """Return the answer of the probe for one loop in so many slices; None if such slices are not allowed."""
-        args, kwargs = call.order(call.values)
-        parts = {slice_pass: (count,)}
-        found = self._find_exact(call, args, kwargs, ((slice_pass,),), parts, budget_bytes)
-        if found is not None:
-            return found[1]
-        return None if self.is_exact else Exactness.INEXACT
+        found = self._probe(call, (slice_pass,), {slice_pass: (count,)}, budget_bytes).get(slice_pass)
+        return found if found or self.is_exact else Exactness.INEXACT
 
     def _find_exact(
-        self, call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any], alternatives: Alternatives,
-        parts: Mapping[SlicePass, tuple[int, ...]], budget_bytes: int,
-    ) -> tuple[tuple[SlicePass, ...], Exactness] | None:  # fmt: skip
+        self, call: OpCall, alternatives: Alternatives, sizes: Sequence[Mapping[SlicePass, tuple[int, ...]]],
+        budget_bytes: int,
+    ) -> Cut | None:  # fmt: skip
+        """Return the first of several ways to cut an op that is exact. Each pass has slices of its own size.
+
+        Ways that sum over slices are left out: they change the order of a sum.
+
+        Args:
+            sizes: number of slices of each loop, by pass, in the order in which they are tried.
+        """
+        found: dict[SlicePass, tuple[tuple[int, ...], Exactness]] = {}
+        tried = set[tuple[SlicePass, tuple[int, ...]]]()
+        for parts in sizes:
+            for passes in alternatives:
+                if any(each.sums for each in passes):
+                    continue
+                left = [each for each in passes if each not in found and (each, parts[each]) not in tried]
+                tried.update((each, parts[each]) for each in left)
+                for each, answer in self._probe(call, left, parts, budget_bytes).items():
+                    found[each] = (parts[each], answer)
+                if all(each in found for each in passes):
+                    chosen = {each: found[each][0] for each in passes}
+                    is_larger = any(math.prod(chosen[each]) < math.prod(sizes[0][each]) for each in passes)
+                    return Cut(passes, chosen, _find_weakest(found[each][1] for each in passes), is_larger)
+        return None
+
+    def _probe(
+        self, call: OpCall, passes: Sequence[SlicePass], parts: Mapping[SlicePass, tuple[int, ...]], budget_bytes: int
+    ) -> dict[SlicePass, Exactness]:
+        """Return the answers for the passes that are exact."""
+        if not passes:
+            return {}
         if self._store is None:
             self._store = ExactnessStore()
         folder = self._folder or find_temporary()
@@ -114,12 +142,23 @@ class SliceChooser:
         for share in PROBED:
             with contextlib.suppress(*NO_ROOM):
                 if str(call.op) in ELEMENTWISE and find_telling(call) is None:
-                    parts = {each: tuple(loop.length for loop in each.loops) for each in parts}  # any others, too
-                return find_exact(
-                    call.op, args, kwargs, alternatives, parts.__getitem__, store=self._store,
-                    limit_bytes=share * budget_bytes, folder=folder,
-                )  # fmt: skip
-        return None
+                    parts = {each: tuple(loop.length for loop in each.loops) for each in passes}  # any others, too
+                found = probe_each(
+                    call, passes, parts.__getitem__, store=self._store, limit_bytes=share * budget_bytes, folder=folder
+                )
+                return {each: answer for each, answer in found.items() if answer.is_exact}
+        return {}
+
+
+def _are_finest(slice_pass: SlicePass, parts: Sequence[int]) -> bool:
+    return all(
+        count >= max(1, math.ceil(loop.length / loop.multiple))
+        for loop, count in zip(slice_pass.loops, parts, strict=True)
+    )
+
+
+def _find_weakest(answers: Iterable[Exactness]) -> Exactness:
+    return max(answers, key=list(Exactness).index)
 
 
 def explain(refusal: Infeasible | MemoryRefused, call: OpCall, *, is_exact: bool) -> Infeasible | MemoryRefused:

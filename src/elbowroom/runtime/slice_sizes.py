@@ -17,7 +17,7 @@ GROWTH = 8
 
 
 class SliceSizes:
-    """Sizes of slices to try: those of the last time; larger ones while none is exact; and then smaller ones.
+    """Sizes of slices to try: those of the last time, and smaller ones if there is no room.
 
     If there is no room for any, the same goes for the cuts that are left without those that were refused: they may have
     to read an argument as a whole that others read in slices.
@@ -25,7 +25,7 @@ class SliceSizes:
     Attributes:
         slice_bytes: at most so many are to be in a slice.
         excluded: passes of cuts that were refused in every size.
-        are_known: whether the op has run in slices of this size.
+        cut: with which the op has run; None if it has not, or if there was no room for it since.
         overlaps: whether a slice is computed while the next is read and the last written.
     """
 
@@ -34,27 +34,46 @@ class SliceSizes:
         self._may_grow = True
         self._refused = set[tuple[SlicePass, ...]]()
         self.excluded = set[tuple[SlicePass, ...]]()
-        self.are_known = False
+        self.cut: Cut | None = None
         self.overlaps = True
 
-    def begin_again(self) -> None:
-        """Begin with the size that was found."""
+    def list_all(self) -> list[int]:
+        """Return sizes in the order in which they are tried if slices are not exact: larger ones, then smaller ones.
+
+        Smaller ones lie closer together, since exactness may end between two of them.
+        """
+        sizes = [self.slice_bytes]
+        while self._may_grow and 2 * sizes[-1] <= GROWTH * self._first_bytes:
+            sizes.append(2 * sizes[-1])
+        steps = range(1, 2 * self.slice_bytes.bit_length() - 1)
+        return [*sizes, *(int(self.slice_bytes / 2 ** (step / 2)) for step in steps)]
+
+    def begin_again(self, cut: Cut) -> None:
+        """Begin with the cut that has run."""
+        self.cut = cut
         self._may_grow = True
         self._refused.clear()
-        self.are_known = True
 
-    def go_on(self, cut: Cut, *, was_refused: bool) -> bool:
-        """Choose the next size. Return False if there is none.
+    def go_on(self, cut: Cut) -> bool:
+        """Choose the next size after a cut for which there was no room. Return False if there is none."""
+        self.cut = None
+        self._refused.add(cut.passes)
+        if cut.is_larger:
+            if self.overlaps:
+                self.overlaps = False
+                return True
+            self._may_grow, self.overlaps = False, True
+            return True
+        self._may_grow = False
+        if not cut.is_finest and self.slice_bytes > 1:
+            self.slice_bytes //= 2
+            return True
+        if self.overlaps:
+            self.overlaps = False
+            return True
+        return self.exclude()
 
-        Args:
-            cut: with the present size.
-            was_refused: whether there was no room for it; otherwise it is not exact.
-        """
-        if was_refused:
-            self._refused.add(cut.passes)
-        return self._change_size(cut, was_refused=was_refused) or self._exclude()
-
-    def _exclude(self) -> bool:
+    def exclude(self) -> bool:
         """Go on without the cuts that were refused. Return False if none was."""
         if not self._refused:
             return False
@@ -63,28 +82,6 @@ class SliceSizes:
         self.slice_bytes = self._first_bytes
         self._may_grow = self.overlaps = True
         return True
-
-    def _change_size(self, cut: Cut, *, was_refused: bool) -> bool:
-        if not was_refused and self._may_grow and self.slice_bytes < GROWTH * self._first_bytes:
-            self.slice_bytes *= 2
-            return True
-        if was_refused and self.overlaps and self.slice_bytes > self._first_bytes:
-            self.overlaps = False  # smaller ones are not exact
-            return True
-        if self._may_grow:
-            self._may_grow = False
-            self.overlaps = True
-            self.slice_bytes = min(self.slice_bytes, self._first_bytes)
-            if not was_refused:
-                self.slice_bytes //= 2
-                return True
-        if not cut.is_finest:
-            self.slice_bytes //= 2
-            return self.slice_bytes > 0
-        if was_refused and self.overlaps:
-            self.overlaps = False
-            return True
-        return False
 
 
 def find_call_key(call: OpCall) -> tuple[Any, ...]:

@@ -171,30 +171,32 @@ class SlicedOps(TorchDispatchMode):
             restore: called before it begins again.
             given: tensors for its results, if they exist already. It does not wait then.
         """
-        args, kwargs = call.order(call.values)
         sizes = self._sizes.get(key) or SliceSizes(max(1, self._budget_bytes // SLICE))
         targets = [call.reads[index] for index in find_targets(call)]
         self._large.page_out(targets)  # so that an error leaves what they hold
         page_out = self._large.watch(call.reads)
         refusal: Infeasible | MemoryRefused | None = None
         while True:
-            cut = self._choose(call, args, kwargs, described, sizes)
+            while (cut := self._choose(call, described, sizes, [sizes.slice_bytes])) is None and page_out():
+                pass  # a probe may have had no room
+            cut = cut or self._choose(call, described, sizes, sizes.list_all())
             if cut is None:
-                break
-            is_allowed = cut.exactness.is_exact or not self._is_exact
-            if is_allowed and given is None and sizes.are_known and sizes.overlaps:
+                if not sizes.exclude():
+                    break
+                continue
+            if given is None and sizes.cut is not None and sizes.overlaps:
                 waiting = self._have_wait(call, cut, described)
                 if waiting is not None:
                     return waiting
-            found = self._try(call, cut, described, given, overlaps=sizes.overlaps) if is_allowed else None
+            found = self._try(call, cut, described, given, overlaps=sizes.overlaps)
             if isinstance(found, list):
                 self._sizes[key] = sizes
-                sizes.begin_again()
+                sizes.begin_again(cut)
                 if given is None:  # else it was noted when it began to wait
                     self._note(str(call.op), cut)
                 return found
-            refusal = found or refusal
-            if not page_out() and not sizes.go_on(cut, was_refused=found is not None):
+            refusal = found
+            if not page_out() and not sizes.go_on(cut):
                 break
             restore()
         explained = self._explain(key, call)
@@ -234,8 +236,8 @@ class SlicedOps(TorchDispatchMode):
             return None
         sizes = self._sizes.get(key)
         count, choice = 1, None
-        if sizes is not None and sizes.are_known:
-            alone = self._choose(call, *call.order(call.values), described, sizes)
+        if sizes is not None and sizes.cut is not None:
+            alone = self._choose(call, described, sizes, [sizes.slice_bytes])
             count = 1 if alone is None else max(alone.parts[alone.passes[0]], default=1)
         with contextlib.suppress(torch.OutOfMemoryError):  # a device has no room to try it
             choice = self._waiting.join(call, described, count)
@@ -260,18 +262,13 @@ class SlicedOps(TorchDispatchMode):
         return results.tensors
 
     def _choose(
-        self,
-        call: OpCall,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        described: Sequence[torch.Tensor],
-        sizes: SliceSizes,
+        self, call: OpCall, described: Sequence[torch.Tensor], sizes: SliceSizes, tried: Sequence[int]
     ) -> Cut | None:
         """Choose a cut. Where a device has no room to try it, the op's arguments leave first, and then others."""
         while True:
             try:
                 return self._chooser.choose(
-                    call, args, kwargs, described, sizes.slice_bytes, self._budget_bytes, sizes.excluded
+                    call, described, tried, self._budget_bytes, former=sizes.cut, excluded=sizes.excluded
                 )
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # they hold what was tried

@@ -32,13 +32,27 @@ FEW = 100
 """The same for ops whose arguments have more than `ROWS` elements: their probes take long."""
 
 ROUNDED = 8
-"""Draws of each of `SUMS` at most."""
+"""Draws of each of `SUMS` at most, unless they are fewer than `FEW` sums."""
+
+MOST_ELEMENTS = 1 << 29
+"""Elements of all draws of an op with so few results that it has more than `ROUNDED` draws of `SUMS`."""
 
 PER_ROW = frozenset((*softmax.RULES, *normalization.RULES))
 """Ops all of whose results in a row follow from one sum, so that there are fewer sums to compare than elements."""
 
 SUMS = {torch.bfloat16: (2, 6, 24, 96), torch.float16: (6, 18, 72, 288)}
 """Largest integers of `Ties`, by dtype: for one of them, sums are of the right size, of few terms or many."""
+
+
+def may_tell(call: OpCall, results: Sequence[torch.Tensor]) -> bool:
+    """Tell whether enough sums of 16 bits are compared: not if large ops give a few numbers, as draws would take long.
+
+    Args:
+        results: as for `draw_arguments`.
+    """
+    sums = [each for each in _list_values(call, results) if isinstance(each, Ties)]
+    elements = sum(each.numel() for each in call.reads)
+    return len(sums) <= ROUNDED * len(SUMS[torch.bfloat16]) or len(sums) * elements <= MOST_ELEMENTS
 
 
 def draw_arguments(call: OpCall, results: Sequence[torch.Tensor], device: torch.device) -> Iterator[list[torch.Tensor]]:
@@ -66,7 +80,7 @@ def _list_values(call: OpCall, results: Sequence[torch.Tensor]) -> list[Values |
         count = max(count, min(2 * MOST, ROWS // max(1, sum(each.numel() for each in call.reads))))
     found: list[Values | Ties] = [*[Values.NORMAL] * count, Values.EXTREME]
     wanted = MANY if sum(each.numel() for each in call.reads) <= ROWS else FEW
-    repeats = min(ROUNDED, math.ceil(wanted / fewest))
+    repeats = max(min(ROUNDED, math.ceil(wanted / fewest)), math.ceil(FEW / fewest))
     for dtype in {each.dtype: None for each in call.reads}:
         found += repeats * [*map(Ties, SUMS.get(dtype, ()))]
     return found

@@ -26,7 +26,7 @@ from elbowroom.slicing.op_call import OpCall
 MOST_BYTES = 1 << 24
 """Larger files are ignored."""
 
-FORMAT = "elbowroom exactness 7"
+FORMAT = "elbowroom exactness 8"
 """First entry of the file. Change it when rules or probes change, so that older answers are ignored."""
 
 

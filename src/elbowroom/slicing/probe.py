@@ -23,12 +23,11 @@ from elbowroom.slicing.bounds import (
     narrow_result,
 )
 from elbowroom.slicing.calls import adapt, describe_results, run_pass
-from elbowroom.slicing.draws import draw_arguments
+from elbowroom.slicing.draws import draw_arguments, may_tell
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore, describe_pass
 from elbowroom.slicing.op_call import OpCall, bind, find_targets
 from elbowroom.slicing.random_data import count_elements, make_statistics
 from elbowroom.slicing.registry import check_passes
-from elbowroom.slicing.rule import Alternatives
 from elbowroom.slicing.rules import convolution, interpolation, matmul
 from elbowroom.slicing.vector_ends import ACROSS, ELEMENTWISE, are_whole_vectors, ends_within_vector, find_telling
 
@@ -69,30 +68,6 @@ def is_exact(
     return probe_passes(op, args, kwargs, passes, parts, limit_bytes=limit_bytes).is_exact
 
 
-def find_exact(
-    op: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    alternatives: Alternatives,
-    parts: Parts,
-    *,
-    store: ExactnessStore | None = None,
-    limit_bytes: float = math.inf,
-    folder: str | None = None,
-) -> tuple[tuple[SlicePass, ...], Exactness] | None:
-    """Return the first of several ways to cut an op that gives the bits of the whole op, or None.
-
-    Ways that sum over slices are left out: they change the order of a sum.
-    """
-    for passes in alternatives:
-        if any(each.sums for each in passes):
-            continue
-        answer = probe_passes(op, args, kwargs, passes, parts, store=store, limit_bytes=limit_bytes, folder=folder)
-        if answer.is_exact:
-            return passes, answer
-    return None
-
-
 def probe_passes(
     op: OpOverload,
     args: Sequence[Any],
@@ -122,19 +97,32 @@ def probe_passes(
         ValueError: the passes are not one of the ways to cut the op.
     """
     check_passes(op, args, kwargs, passes)
-    call = bind(op, args, kwargs)
+    found = probe_each(bind(op, args, kwargs), passes, parts, store=store, limit_bytes=limit_bytes, folder=folder)
+    return max(found.values(), key=list(Exactness).index)
+
+
+def probe_each(
+    call: OpCall,
+    passes: Sequence[SlicePass],
+    parts: Parts,
+    *,
+    store: ExactnessStore | None = None,
+    limit_bytes: float = math.inf,
+    folder: str | None = None,
+) -> dict[SlicePass, Exactness]:
+    """Return the answer for each pass of an op (see `probe_passes`)."""
     counts = {each: count_parts(parts, each) for each in passes}
     keys = {each: describe_pass(call, each, counts[each]) for each in passes}
     known = {each: answer for each in passes if store and (answer := store.find(keys[each]))}
-    if len(known) < len(passes) and all(answer.is_exact for answer in known.values()):
-        cuts = {each: _list_ranges(each, counts[each]) for each in passes if each not in known}
+    if len(known) < len(counts):
+        cuts = {each: _list_ranges(each, counts[each]) for each in counts if each not in known}
         with torch.no_grad(), torch._C._DisableAutocast():
             found = _probe(call, cuts, limit_bytes, folder)
         for slice_pass, answer in found.items():
             known[slice_pass] = answer
             if store and answer is not Exactness.TOO_LARGE:
                 store.add(keys[slice_pass], answer)
-    return max(known.values(), key=list(Exactness).index)
+    return known
 
 
 Ranges = list[list[tuple[int, int]]]
@@ -328,11 +316,13 @@ def _find_inexact(call: OpCall, cuts: Mapping[SlicePass, Ranges], device: torch.
     """Return the passes whose results differ from the whole op's for any of several draws of random arguments.
 
     All differ if the op's results have other strides or dtypes than described: later ops might choose other kernels for
-    them.
+    them. All count as different if too few numbers can be compared.
     """
     results = describe_results(call, device)
     layouts = [(each.dtype, each.stride()) for each in results]
     compared = [results[index] for index in sorted({index for each in cuts for index in each.results})]
+    if not may_tell(call, compared):
+        return set(cuts)
     inexact: set[SlicePass] = set()
     for reads in draw_arguments(call, compared, device):
         left = {each: ranges for each, ranges in cuts.items() if each not in inexact}
