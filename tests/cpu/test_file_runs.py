@@ -9,7 +9,8 @@ import random
 import pytest
 import torch
 
-from elbowroom.runtime.sections import find_extents, find_packed_strides
+from elbowroom.runtime.sections import find_extents
+from elbowroom.slicing.bounds import find_packed_strides
 from elbowroom.tiers.disk import SpillFile
 
 

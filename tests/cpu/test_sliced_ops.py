@@ -18,9 +18,10 @@ from torch.nn import functional
 import elbowroom
 from elbowroom.errors import Infeasible, TierError, TierFull
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.runtime.sections import Sections, find_extents, find_packed_strides
+from elbowroom.runtime.sections import Sections, find_extents
 from elbowroom.runtime.slice_choice import SliceChooser
 from elbowroom.runtime.spill_queue import SpillJob
+from elbowroom.slicing.bounds import find_packed_strides
 from elbowroom.slicing.registry import list_rules
 from tests.state_jobs import MIN_BYTES, StateJob, adamw, assert_same, list_tensors, run_plain, run_within
 from tests.system_limit import fill_memory, limited_data

@@ -14,6 +14,7 @@ from elbowroom.native import library
 from elbowroom.runtime.copies import Copy, Extents
 from elbowroom.runtime.paged_storages import PagedStorages
 from elbowroom.runtime.transfers import Finish, Transfers
+from elbowroom.slicing.bounds import find_packed_strides
 
 
 class Section(NamedTuple):
@@ -49,12 +50,6 @@ def find_extents(view: torch.Tensor, packed: torch.Tensor) -> Extents | None:
     begin, memory_begin = int(view.storage_offset()), int(packed.storage_offset())
     distances = ((size, int(stride) * itemsize, int(within) * itemsize) for stride, size, within in reversed(outer))
     return Extents(begin * itemsize, memory_begin * itemsize, int(run) * itemsize, tuple(distances))
-
-
-def find_packed_strides(view: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a view's copy by `slicing.bounds.pack`: without gaps, dimensions in the same order."""
-    like = torch.empty_strided(view.shape, view.stride(), device="meta")  # no op on the view, which would bring it back
-    return torch.empty_like(like, memory_format=torch.preserve_format).stride()
 
 
 class Sections:

@@ -10,8 +10,8 @@ import torch
 from elbowroom.errors import NO_ROOM, InternalError, TransferFailed
 from elbowroom.ir.slicing import Bounds, SlicePass, iterate_slices
 from elbowroom.runtime.copies import Copy
-from elbowroom.runtime.sections import Section, Sections, find_packed_strides
-from elbowroom.slicing.bounds import is_summed, narrow_read, narrow_result, pack
+from elbowroom.runtime.sections import Section, Sections
+from elbowroom.slicing.bounds import find_packed_strides, is_summed, narrow_read, narrow_result, pack
 from elbowroom.slicing.calls import combine_slices, run_slice
 from elbowroom.slicing.op_call import OpCall, find_targets
 

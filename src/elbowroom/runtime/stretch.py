@@ -20,9 +20,9 @@ import torch
 
 from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.ir.slicing import Bounds, SlicePass, iterate_slices
-from elbowroom.runtime.sections import Section, Sections, find_packed_strides
+from elbowroom.runtime.sections import Section, Sections
 from elbowroom.runtime.slice_pass import finish
-from elbowroom.slicing.bounds import narrow_read, narrow_result, pack
+from elbowroom.slicing.bounds import find_packed_strides, narrow_read, narrow_result, pack
 from elbowroom.slicing.calls import combine_slices, run_slice
 from elbowroom.slicing.op_call import OpCall, find_targets
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -74,3 +75,14 @@ def is_summed(index: int, slice_pass: SlicePass) -> bool:
 def pack(view: torch.Tensor) -> torch.Tensor:
     """Return a copy without gaps in memory, its dimensions in the same order."""
     return view.clone(memory_format=torch.preserve_format)
+
+
+def find_packed_strides(view: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a view's copy by `pack`, without an op on the view: its memory may be elsewhere."""
+    return _pack_strides(tuple(view.shape), view.stride())
+
+
+@functools.lru_cache(maxsize=4096)  # PyTorch computes on "meta" in Python, and each step has the same slices
+def _pack_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    like = torch.empty_strided(shape, strides, device="meta")
+    return torch.empty_like(like, memory_format=torch.preserve_format).stride()

@@ -22,6 +22,7 @@ from elbowroom.slicing.bounds import (
     Parts,
     check_bounds,
     count_parts,
+    find_packed_strides,
     is_summed,
     narrow,
     narrow_read,
@@ -120,8 +121,7 @@ def adapt(call: OpCall, slice_pass: SlicePass, bounds: Bounds, reads: Sequence[t
 
 def _make_unread(view: torch.Tensor) -> torch.Tensor:
     """Return a tensor with a view's shape; no op sees the view, whose memory may be elsewhere."""
-    strides = torch.empty_like(torch.empty_strided(view.shape, view.stride(), device="meta")).stride()
-    return torch.empty_strided(view.shape, strides, dtype=view.dtype, device=view.device)
+    return torch.empty_strided(view.shape, find_packed_strides(view), dtype=view.dtype, device=view.device)
 
 
 def _narrow_statistics(call: OpCall, slice_pass: SlicePass, bounds: Bounds) -> dict[str, torch.Tensor]:
