@@ -149,6 +149,35 @@ def test_jobs_that_hold_much(
     assert_same(run_plain(make, STEPS), found)
 
 
+@pytest.mark.parametrize("mode", ["dynamic", "auto"])
+@pytest.mark.parametrize("budget_bytes", [320_000, 546_000])
+def test_results_leave_in_every_step_where_all_state_is_small(
+    budget_bytes: int, mode: str, profile: HardwareProfile
+) -> None:
+    """After a step that had too little room, state may leave, and ops are watched for that only if there is some."""
+
+    def make() -> StateJob:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.Softplus(), nn.Conv2d(8, 8, 3, stride=2), nn.Tanh(), nn.Flatten(),
+            nn.Linear(392, 1),
+        )  # fmt: skip
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        batches = torch.randn(STEPS, 6, 3, 16, 16)
+
+        def step(index: int) -> torch.Tensor:
+            loss = penalize_gradients(model, batches[index].clone())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return StateJob(model, [optimizer], step)
+
+    found = run_within(make, profile, budget_bytes, STEPS, mode=mode, min_offload_bytes=1 << 12, is_metered=False)
+    assert_same(run_plain(make, STEPS), found)
+
+
 class HoldsFeatures(nn.Module):
     """A model that holds what it computes without autograd."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -62,6 +63,51 @@ def test_another_cut_where_the_first_reads_too_much_as_a_whole(budget_bytes: int
 
     found = run_within(make, profile, budget_bytes, 2, elsewhere_bytes=1 << 20, mode="auto")
     assert_same(run_plain(make, 2), found)
+
+
+class PartOfWeight(nn.Module):
+    """A product with columns of a larger matrix: they have gaps in memory, and are not aligned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(311, 1024) * 0.05)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight[:, 3:704]
+
+
+@pytest.mark.parametrize(
+    ("make_first", "rows", "dtype", "budget_bytes"),
+    [
+        (functools.partial(nn.Linear, 311, 701), 2, torch.float32, 460_000),
+        (functools.partial(nn.Linear, 311, 701), 2, torch.float32, 620_000),
+        (functools.partial(nn.Linear, 311, 701), 2, torch.float64, 920_000),
+        (PartOfWeight, 512, torch.float32, 3_000_000),
+        (PartOfWeight, 512, torch.float32, 2_700_000),
+    ],
+)
+def test_slices_of_whole_blocks_and_of_memory_that_is_not_aligned(
+    make_first: Callable[[], nn.Module], rows: int, dtype: torch.dtype, budget_bytes: int, profile: HardwareProfile
+) -> None:
+    """Of 701 columns, only some numbers of equal slices are exact. The second and third batch are not aligned."""
+
+    def make() -> StateJob:
+        torch.manual_seed(0)
+        model = nn.Sequential(make_first(), nn.Softplus(), nn.Linear(701, 13)).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        memory = torch.randn(3, rows * 311 + 2, dtype=dtype)
+
+        def step(index: int) -> torch.Tensor:
+            loss = model(memory[index, :-2].view(rows, 311)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return StateJob(model, [optimizer], step)
+
+    found = run_within(make, profile, budget_bytes, 3, min_offload_bytes=1 << 12, is_metered=False)
+    assert_same(run_plain(make, 3), found)
 
 
 @pytest.mark.parametrize("budget_bytes", [17_000_000, 20_000_000])

@@ -16,11 +16,11 @@ from elbowroom.runtime.stretch import SlicedStretch
 from tests.cpu.test_sliced_attacks import fit_anything
 
 ROWS, COLUMNS = 1024, 256
-BUDGET = 5_000_000
+BUDGET = 2_900_000
 """Tensors take 1 MiB, and a program holds up to four of them."""
 
-SEEDS = (4, 7, 14, 16, 20)
-"""Of the programs: several ops of most run as a stretch."""
+SEEDS = (0, 3, 14, 21, 23)
+"""Of the programs: several ops of each run as a stretch."""
 
 OPS = 25
 POOL = 3
@@ -117,4 +117,4 @@ def test_programs(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> 
             finished += 1
         except (Infeasible, MemoryRefused):  # what it holds at once has no room, whatever leaves
             continue
-    assert finished >= len(SEEDS) // 2 and max(stretches) > 1
+    assert finished == len(SEEDS) and max(stretches) > 2

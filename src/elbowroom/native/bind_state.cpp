@@ -78,15 +78,6 @@ py::list list_unknown(const StateTable& table, const py::sequence& tensors, int6
   return found;
 }
 
-bool has_misaligned(const StateTable& table, const py::sequence& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [&](const py::handle& each) {
-    if (!THPVariable_Check(each.ptr())) return false;
-    const c10::StorageImpl* const storage = find_storage(THPVariable_Unpack(each.ptr()));
-    const StateStoragePtr record = storage == nullptr ? StateStoragePtr() : table.find(storage);
-    return record && record->misalignment != 0;
-  });
-}
-
 // Calls compiled code, which reads its inputs and writes to some of them. It frees each input when it has read it, so
 // that none may be held meanwhile.
 py::object run_with_state(const py::list& inputs, const py::list& written, const py::function& call) {
@@ -132,7 +123,6 @@ void bind_state(py::module_& module) {
           [](StateTable& table, const py::handle& storage, bool is_movable) { return table.add(unpack(storage), is_movable); },
           py::arg("storage"), py::arg("is_movable") = false,
           "Return the record of a storage. `is_movable`: whether `choose` may choose it from now on.")
-      .def("has_misaligned", &has_misaligned, py::arg("tensors"), "Return whether memory of a tensor's state is not aligned.")
       .def("list_unknown", &list_unknown, py::arg("tensors"), py::arg("least_bytes"),
           "Return the tensors whose storages have so many bytes, and may not be chosen yet.")
       .def_static("forbid", &StateTable::forbid, py::arg("storage"), "Have `choose` not choose a storage any more.")

@@ -10,11 +10,15 @@ import torch
 
 from elbowroom.errors import TierFull
 from elbowroom.hooks.dispatch_keys import Hidden
+from elbowroom.hooks.storage_ids import get_address
 from elbowroom.native import library
 from elbowroom.runtime.copies import Copy, Extents
 from elbowroom.runtime.paged_storages import PagedStorages
 from elbowroom.runtime.transfers import Finish, Transfers
 from elbowroom.slicing.bounds import find_packed_strides
+
+ALIGNMENT_BYTES = 64
+"""As PyTorch aligns memory on a CPU. On CUDA it aligns more; kernels read 16 bytes at a time."""
 
 
 class Section(NamedTuple):
@@ -87,6 +91,17 @@ class Sections:
             return None
         self._storages.cancel_reload(record)  # sections are read from the copy, and written to it
         return record
+
+    def find_misalignment(self, tensor: torch.Tensor) -> int:
+        """Return the bytes by which a tensor's memory is not aligned, or will not be when it is back."""
+        storage = tensor.untyped_storage()
+        record = self._storages.table.find(storage)
+        begin = get_address(storage) if record is None else record.misalignment
+        return int((begin + tensor.storage_offset() * tensor.element_size()) % ALIGNMENT_BYTES)
+
+    def is_packed(self, view: torch.Tensor) -> bool:
+        """Tell whether a view has no gaps in memory, and is aligned."""
+        return view.stride() == find_packed_strides(view) and not self.find_misalignment(view)
 
     def is_in_use(self, tensor: torch.Tensor) -> bool:
         """Tell whether an op, or code that runs beside the program, uses a tensor's memory just now."""

@@ -11,7 +11,7 @@ from elbowroom.errors import NO_ROOM, InternalError, TransferFailed
 from elbowroom.ir.slicing import Bounds, SlicePass, iterate_slices
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.sections import Section, Sections
-from elbowroom.slicing.bounds import find_packed_strides, is_summed, narrow_read, narrow_result, pack
+from elbowroom.slicing.bounds import is_summed, narrow_read, narrow_result, pack
 from elbowroom.slicing.calls import combine_slices, run_slice
 from elbowroom.slicing.op_call import OpCall, find_targets
 
@@ -208,10 +208,23 @@ class _Pass:
             if last is not None and last[0] == self._find_key(index, bounds):
                 found.append(last[1])
                 continue
-            view = narrow_read(self._call.reads[index], index, self._pass, bounds)
-            section = None if self._sections.find_away(view) is None else self._sections.read(view)
-            found.append(self._pack(view, index) if section is None else section)
+            found.append(self._begin_read(narrow_read(self._call.reads[index], index, self._pass, bounds), index))
         return found
+
+    def _begin_read(self, view: torch.Tensor, index: int) -> torch.Tensor | Section:
+        """Begin to read a view. What a loop narrows is aligned and has no gaps; the rest is as the whole op reads it.
+
+        That is how slices are probed (`slicing.calls.run_pass`): kernels choose the order of their sums by it.
+        """
+        is_written = index in self._targets
+        is_whole = not is_written and all(loop.reads[index] is None for loop in self._pass.loops)
+        is_packed = self._sections.is_packed(view)
+        if is_whole and not is_packed:
+            return view  # the slice's op brings it back
+        section = None if self._sections.find_away(view) is None else self._sections.read(view)
+        if section is not None:
+            return section
+        return view if is_packed and not is_written else pack(view)
 
     def _arrive(self, reading: Sequence[torch.Tensor | Section], bounds: Bounds) -> list[torch.Tensor]:
         """Return what a slice reads, once it is there."""
@@ -226,10 +239,6 @@ class _Pass:
         """Return the bounds that tell what a slice reads of a tensor."""
         pairs = zip(self._pass.loops, bounds, strict=True)
         return tuple(each for loop, each in pairs if loop.reads[index] is not None)
-
-    def _pack(self, view: torch.Tensor, index: int) -> torch.Tensor:
-        is_packed = view.stride() == find_packed_strides(view)
-        return view if is_packed and index not in self._targets else pack(view)
 
     def _store(self, bounds: Bounds, found: Sequence[torch.Tensor]) -> None:
         """Store a slice's results, and wait for those of the slice before."""

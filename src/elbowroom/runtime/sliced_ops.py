@@ -12,6 +12,7 @@ If a slice has no room, the op's large arguments are moved out, and it begins ag
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,8 +125,6 @@ class SlicedOps(TorchDispatchMode):
             return False
         if any(each.layout is not torch.strided for each in tensors):
             return False
-        if self._is_exact and self._pager.storages.table.has_misaligned(tensors):  # cuts are probed on aligned memory
-            return False
         refusal.__context__ = refusal.__cause__ = None  # their frames hold tensors, as its own do
         self._refusals[key] = refusal.with_traceback(None)
         self._sizes.setdefault(key, SliceSizes(max(1, self._budget_bytes // SLICE)))
@@ -147,6 +146,9 @@ class SlicedOps(TorchDispatchMode):
         key = find_call_key(call)
         if (view := list_rules()[str(call.op)].view) is not None:
             call = view(call)
+        misalignments = tuple(map(self._sections.find_misalignment, call.reads))
+        if any(misalignments):
+            call = dataclasses.replace(call, misalignments=misalignments)
         described = make_results(call.op, *call.order(call.values))
         statistics = {each: call[each].clone() for each in call.statistics}  # an op that begins again updates them anew
         with self._lock, self._sections.slicing, _restoring(call, statistics) as restore:

@@ -154,7 +154,7 @@ class StatePager:
             self._activate()
         elif self.is_active and not self.count_away() and not made:
             self._deactivate()
-        if is_unknown and not self.is_active:
+        if is_unknown or (self.is_active and not is_planned):  # small state alone has nothing watched
             self._uses.begin(self)
         else:
             self._uses.end()
@@ -167,7 +167,7 @@ class StatePager:
 
     def watch_results(self) -> None:
         """Have results of the ops from here on be free to leave."""
-        if self.budget_bytes is not None and not self.is_active:  # else the room is closed, or they are watched
+        if self.budget_bytes is not None:  # else the room is closed
             self._uses.begin(self)
 
     def make_room_between_steps(self, missing_bytes: int) -> None:

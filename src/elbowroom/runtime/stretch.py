@@ -102,7 +102,10 @@ class SlicedStretch:
         for place, bounds in enumerate(all_bounds):
             pieces = []
             for index in slice_pass.reads:
-                piece = _find_piece(narrow_read(call.reads[index], index, slice_pass, bounds))
+                view = narrow_read(call.reads[index], index, slice_pass, bounds)
+                if view.shape == call.reads[index].shape and view.stride() != find_packed_strides(view):
+                    return None  # the whole op reads it with its gaps
+                piece = _find_piece(view)
                 if piece is None or (piece.storage in storages and piece not in made[place]):
                     return None
                 pieces.append(piece)
@@ -228,8 +231,7 @@ class _Run:
                     continue
                 view = narrow_read(op.call.reads[index], index, op.slice_pass, bounds[place])
                 section = None if self._sections.find_away(view) is None else self._sections.read(view)
-                is_packed = view.stride() == find_packed_strides(view)
-                self._reading[piece] = section or (view if is_packed else pack(view))
+                self._reading[piece] = section or (view if self._sections.is_packed(view) else pack(view))
             made.update(op.writes[place])
 
     def _arrive(self) -> dict[Piece, torch.Tensor]:

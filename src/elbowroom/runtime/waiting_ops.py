@@ -30,8 +30,14 @@ one."""
 
 
 def may_join(call: OpCall) -> bool:
-    """Tell whether an op may run together with others: not if it is random, updates statistics, or takes lists."""
-    return not call.statistics and not is_over_lists(call.op) and torch.Tag.nondeterministic_seeded not in call.op.tags
+    """Tell whether an op may run together with others.
+
+    Not if it is random, updates statistics, or takes lists. Nor if it reads memory that is not aligned: what it shares
+    with others is.
+    """
+    if call.statistics or call.misalignments or is_over_lists(call.op):
+        return False
+    return torch.Tag.nondeterministic_seeded not in call.op.tags
 
 
 class WaitingOps:

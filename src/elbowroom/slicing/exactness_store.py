@@ -98,6 +98,7 @@ def describe_pass(call: OpCall, slice_pass: SlicePass, parts: Sequence[int]) -> 
     """Return the key of a probe: a digest of all that decides which kernels run, on what shapes."""
     values = {name: _describe_value(call, value) for name, value in call.values.items()}
     facts = [_describe_machine(), _describe_device(call.reads[0].device), _describe_settings(), str(call.op)]
+    facts += [list(call.misalignments)] if call.misalignments else []
     text = json.dumps([*facts, values, repr(slice_pass), list(parts)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

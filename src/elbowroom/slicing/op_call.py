@@ -22,6 +22,8 @@ class OpCall:
         reads: tensor arguments in order, as in `Op.reads`: without running statistics that the op does not read.
         names: for each of `reads`, the name of the argument that it is, or is part of.
         statistics: names of running statistics that the op updates without reading them.
+        misalignments: bytes by which the memory of each of `reads` is not aligned; () if all of it is. Kernels choose
+            the order of their sums by it.
     """
 
     op: OpOverload
@@ -29,6 +31,7 @@ class OpCall:
     reads: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     statistics: tuple[str, ...]
+    misalignments: tuple[int, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         """Return an argument."""

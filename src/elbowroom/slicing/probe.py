@@ -26,7 +26,7 @@ from elbowroom.slicing.calls import adapt, describe_results, run_pass
 from elbowroom.slicing.draws import draw_arguments, may_tell
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore, describe_pass
 from elbowroom.slicing.op_call import OpCall, bind, find_targets
-from elbowroom.slicing.random_data import count_elements, make_statistics
+from elbowroom.slicing.random_data import allocate_read, count_elements, make_statistics
 from elbowroom.slicing.registry import check_passes
 from elbowroom.slicing.rules import convolution, interpolation, matmul
 from elbowroom.slicing.vector_ends import ACROSS, ELEMENTWISE, are_whole_vectors, ends_within_vector, find_telling
@@ -280,7 +280,8 @@ def _shrink(call: OpCall, slice_pass: SlicePass, kept: Ranges) -> tuple[OpCall, 
     loops = tuple(
         dataclasses.replace(loop, length=end) for loop, (_, end) in zip(slice_pass.loops, bounds, strict=True)
     )
-    return bind(call.op, args, kwargs), dataclasses.replace(slice_pass, loops=loops)
+    shrunk = dataclasses.replace(bind(call.op, args, kwargs), misalignments=call.misalignments)
+    return shrunk, dataclasses.replace(slice_pass, loops=loops)
 
 
 def _keep_gaps(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
@@ -340,7 +341,10 @@ def _compare(
     reads: Sequence[torch.Tensor],
 ) -> set[SlicePass]:
     targets = find_targets(call)
-    given = [each.clone() if index in targets else each for index, each in enumerate(reads)]
+    given = [
+        allocate_read(call, index, each.device).copy_(each) if index in targets else each
+        for index, each in enumerate(reads)
+    ]
     statistics = make_statistics(call, reads[0].device)
     whole = call.run(call.replace_reads(given, statistics))
     expected = [whole[position] for position in call.find_mask()]

@@ -48,13 +48,26 @@ def fill_reads(
     call: OpCall, rule: SliceRule, values: Values | Ties, generator: torch.Generator, device: torch.device
 ) -> list[torch.Tensor]:
     """Return random tensors in place of a call's `reads`, without using PyTorch's own random state."""
-    made = []
-    for name, tensor in zip(call.names, call.reads, strict=True):
+    made: list[torch.Tensor] = []
+    for index, name in enumerate(call.names):
         end = rule.indices[name](call) if name in rule.indices else 2
-        flat = torch.empty(count_elements(tensor), dtype=tensor.dtype, device=device)
-        fill(flat, end, Values.POSITIVE if name in _POSITIVE else values, generator)
-        made.append(flat.as_strided(tensor.shape, tensor.stride()))
+        read = allocate_read(call, index, device)
+        fill(flatten(read), end, Values.POSITIVE if name in _POSITIVE else values, generator)
+        made.append(read)
     return made
+
+
+def allocate_read(call: OpCall, index: int, device: torch.device) -> torch.Tensor:
+    """Return a tensor in place of one of a call's `reads`, whose memory is aligned as that of the read is."""
+    read = call.reads[index]
+    skipped = call.misalignments[index] // read.element_size() if call.misalignments else 0
+    memory = torch.empty(skipped + count_elements(read), dtype=read.dtype, device=device)
+    return memory.as_strided(read.shape, read.stride(), skipped)
+
+
+def flatten(read: torch.Tensor) -> torch.Tensor:
+    """Return the elements from a tensor's first to its last in memory, gaps included."""
+    return read.as_strided((count_elements(read),), (1,))
 
 
 def make_statistics(call: OpCall, device: torch.device) -> dict[str, torch.Tensor]:

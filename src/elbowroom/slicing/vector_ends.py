@@ -15,7 +15,7 @@ import torch
 from elbowroom.slicing.bits import find_differing
 from elbowroom.slicing.numbers import describe_numbers
 from elbowroom.slicing.op_call import OpCall
-from elbowroom.slicing.random_data import Values, count_elements, fill
+from elbowroom.slicing.random_data import Values, allocate_read, count_elements, fill
 from elbowroom.slicing.rules import pointwise, softmax
 
 SAMPLES = 1 << 13
@@ -102,8 +102,8 @@ def _run(call: OpCall, reads: Sequence[torch.Tensor]) -> torch.Tensor:
 def fill_telling(call: OpCall, telling: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Return tensors in place of a pointwise call's `reads` that are filled with what `find_telling` returned."""
     made = []
-    for tensor, values in zip(call.reads, telling, strict=True):
-        read = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    for index, (tensor, values) in enumerate(zip(call.reads, telling, strict=True)):
+        read = allocate_read(call, index, device)
         count = max(1, math.ceil(tensor.numel() / len(values)))
         read.copy_(values.repeat(count)[: tensor.numel()].view(tensor.shape))
         made.append(read)

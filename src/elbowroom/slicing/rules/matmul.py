@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 
+from elbowroom.ir.slicing import SlicePass
 from elbowroom.slicing.op_call import OpCall
 from elbowroom.slicing.rule import Alternatives, SliceRule, cut, find_broadcast
+
+BLOCK = 16
+"""Rows and columns that kernels compute together. What is left over is added in another order, so slices of whole
+blocks can be exact where equal ones are not."""
 
 
 def _find_passes(call: OpCall, left: str, right: str, added: str = "") -> Alternatives:
@@ -16,7 +23,7 @@ def _find_passes(call: OpCall, left: str, right: str, added: str = "") -> Altern
             slice would add it.
     """
     first, second = call[left], call[right]
-    found = []
+    found: list[SlicePass] = []
     last = first.ndim
     for dimension in range(-last, 0):
         is_row, is_column = dimension == -2, dimension == -1
@@ -24,10 +31,11 @@ def _find_passes(call: OpCall, left: str, right: str, added: str = "") -> Altern
         reads = {} if is_column else {left: dimension}
         reads.update({} if is_row else {right: dimension})
         reads.update(find_broadcast(call, added, dimension, length) if added else {})
-        found.append((cut(call, length, reads, {0: dimension + last}),))
+        found.append(cut(call, length, reads, {0: dimension + last}))
+    found += _list_blocks(found[-2:])
     if not added:
-        found.append((cut(call, first.shape[-1], {left: -1, right: -2}, {}, sums=True),))
-    return tuple(found)
+        found.append(cut(call, first.shape[-1], {left: -1, right: -2}, {}, sums=True))
+    return tuple((each,) for each in found)
 
 
 def _find_passes_linear(call: OpCall) -> Alternatives:
@@ -36,7 +44,17 @@ def _find_passes_linear(call: OpCall) -> Alternatives:
         return ()
     found = [cut(call, some.shape[each], {"input": each}, {0: each}) for each in range(some.ndim - 1)]
     found.append(cut(call, weight.shape[0], {"weight": 0, "bias": 0}, {0: some.ndim - 1}))
+    found += _list_blocks(found)
     return tuple((each,) for each in found)
+
+
+def _list_blocks(passes: Sequence[SlicePass]) -> list[SlicePass]:
+    """Return the same passes in slices of whole blocks, where a loop has several."""
+    return [
+        dataclasses.replace(each, loops=tuple(dataclasses.replace(loop, multiple=BLOCK) for loop in each.loops))
+        for each in passes
+        if all(loop.length > 2 * BLOCK for loop in each.loops)
+    ]
 
 
 def _make_rule(left: str, right: str, added: str = "") -> SliceRule:
