@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import pathlib
@@ -19,6 +20,7 @@ from torch import nn
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.runtime import other_threads
+from elbowroom.runtime.other_threads import may_look
 from tests.state_jobs import (
     BUDGET,
     EVERYTHING,
@@ -281,3 +283,34 @@ def test_gradients_leave_in_a_thread_of_autograd(profile: HardwareProfile) -> No
         peaks = [(each.peak_bytes or 0) / budget_bytes for each in room.journal().steps]
         assert max(peaks) <= 1, peaks
         assert_same(list_tensors(job), list_tensors(plain))
+
+
+def test_callbacks_of_a_backward_pass_may_list_what_the_step_holds() -> None:
+    """A thread that Python does not know calls back, as those of collectives do, while the engine computes."""
+    weight = torch.randn(1500, 1500, requires_grad=True)
+    thread = threading.get_ident()
+    answers: list[bool] = []
+    has_ended, may_end = threading.Event(), threading.Event()
+
+    def call_back() -> None:
+        while not may_end.is_set():
+            answers.append(may_look(thread))
+            time.sleep(1e-4)
+        has_ended.set()
+
+    y = weight
+    for _ in range(4):
+        y = y @ weight
+    _thread.start_new_thread(call_back, ())
+    while not answers:
+        time.sleep(1e-3)
+    assert not any(answers), "the thread of the step runs Python"
+    threads = threading.Thread(target=lambda: answers.append(may_look(thread)))
+    y.sum().backward()
+    may_end.set()
+    has_ended.wait()
+    assert any(answers)
+    before = len(answers)
+    threads.start()
+    threads.join()
+    assert answers[before:] == [False], "a thread of the program's own"

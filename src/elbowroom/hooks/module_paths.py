@@ -20,7 +20,7 @@ import torch
 from torch.nn import Module
 
 _CALL: CodeType = Module._wrapped_call_impl.__code__
-_ENGINE: CodeType = torch.autograd.graph._engine_run_backward.__code__
+ENGINE: CodeType = torch.autograd.graph._engine_run_backward.__code__
 
 _ELBOWROOM = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _WORKLOADS = os.path.join(_ELBOWROOM, "workloads", "")
@@ -150,7 +150,7 @@ class ModulePaths:
         paths: Sequence[str] = ()
         if code is _CALL:
             kind = _CALLER
-        elif code is _ENGINE:
+        elif code is ENGINE:
             kind = _RUNNER
         elif code.co_filename.startswith(_NO_PROGRAM) and not code.co_filename.startswith(_WORKLOADS):
             kind = _OTHER

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
 import torch
 
+from elbowroom.hooks.module_paths import ENGINE
 from elbowroom.native import library
 
 LONGEST_WAIT_SECONDS = 1.0
@@ -18,9 +20,17 @@ SECONDS_BETWEEN_LOOKS = 0.0005
 def may_look(thread: int) -> bool:
     """Tell whether this thread may list what the thread of a step holds, which may be changing that just now.
 
-    It is that thread itself, or one of autograd's: the thread of the step waits for the backward pass.
+    It is that thread itself, or one for which it waits in a backward pass: one of autograd's, or one that Python did not
+    start and that calls back, such as that of a collective with whose result a communication hook goes on.
     """
-    return threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
+    own = threading.get_ident()
+    if own == thread or torch._C._current_graph_task_id() != -1:
+        return True
+    registered = threading._active.get(own)  # type: ignore[attr-defined]  # `current_thread` would add it
+    if registered is not None and not isinstance(registered, threading._DummyThread):
+        return False
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_code is ENGINE
 
 
 class OtherThreads:
