@@ -20,8 +20,8 @@ SECONDS_BETWEEN_LOOKS = 0.0005
 def may_look(thread: int) -> bool:
     """Tell whether this thread may list what the thread of a step holds, which may be changing that just now.
 
-    It is that thread itself, or one for which it waits in a backward pass: one of autograd's, or one that calls back and
-    that Python did not start, such as that of a collective with whose result a communication hook goes on.
+    It is that thread itself, or one for which it waits in a backward pass: one of autograd's, or one that calls back
+    and that Python did not start, such as that of a collective with whose result a communication hook goes on.
     """
     own = threading.get_ident()
     if own == thread or torch._C._current_graph_task_id() != -1:
