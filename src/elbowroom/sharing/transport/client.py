@@ -291,7 +291,8 @@ class BrokerClient:
         try:
             connection.connect(os.fspath(self._address.socket))
             with self._sending, self._changed:
-                connection.sendall(encode_message(self._join))
+                with contextlib.suppress(BrokenPipeError):  # it has refused the job: why, can still be read
+                    connection.sendall(encode_message(self._join))
                 self._sequence = 1
                 self._socket = connection
                 self.is_connected = True
