@@ -76,6 +76,14 @@ class PartOfWeight(nn.Module):
         return x @ self.weight[:, 3:704]
 
 
+def make_linear_in_odd_memory() -> nn.Linear:
+    """Make a layer whose weight lies where a mapped file might have it, which aligns to 8 bytes only."""
+    layer = nn.Linear(311, 701)
+    weight = torch.frombuffer(bytearray(layer.weight.nbytes + 8), dtype=torch.float32, offset=8).view(701, 311)
+    layer.weight.data = weight.copy_(layer.weight.detach())
+    return layer
+
+
 @pytest.mark.parametrize(
     ("make_first", "rows", "dtype", "budget_bytes"),
     [
@@ -83,6 +91,7 @@ class PartOfWeight(nn.Module):
         (functools.partial(nn.Linear, 311, 701), 2, torch.float32, 620_000),
         (functools.partial(nn.Linear, 311, 701), 2, torch.float64, 920_000),
         (PartOfWeight, 512, torch.float32, 3_000_000),
+        (make_linear_in_odd_memory, 64, torch.float32, 1_600_000),
         (PartOfWeight, 512, torch.float32, 2_700_000),
     ],
 )
