@@ -17,6 +17,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for name in python3.11 python3; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 BIN := .venv/bin
+# pip leaves compiling to the first import, which has to keep it: the tests start Python a few hundred times.
+unexport PYTHONDONTWRITEBYTECODE
 READY := .venv/.ready
 BUILT := .venv/.built
 
