@@ -36,8 +36,7 @@ def _find_advice(
     error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Optimizer], *, moves_state: bool
 ) -> Iterator[str]:
     if error.state_bytes > MOST_OF_IT * error.needed_bytes:
-        where = "never leave the device" if error.is_whole_step else "cannot leave meanwhile"
-        where = where if moves_state else 'never leave the device with manages="activations"'
+        where = "cannot leave meanwhile" if moves_state else 'never leave the device with manages="activations"'
         yield (
             f"Parameters, gradients and optimizer state take {format_bytes(error.state_bytes)} of this and {where}: "
             "use an optimizer with less state, fewer trainable parameters or a smaller dtype."

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from elbowroom.capture_schedule import explain_no_plan
 from elbowroom.config import Config
 from elbowroom.errors import Infeasible, RanksDiffer
 from elbowroom.hooks.input_guard import Inputs
@@ -209,8 +210,12 @@ class AgreedPlans:
         try:
             planned = planner.plan(trace, costs, lease)
         except Infeasible as error:
-            if terms.goes_without or planner.fits_without_plan(trace, costs.trace_digest, None, lease):
-                return {"why": f"steps like this one run without a plan, in slices if need be. No plan fits: {error}"}
+            obstacle = None
+            if not terms.goes_without:
+                obstacle = planner.find_obstacle(trace, costs.trace_digest, None, lease)
+            if obstacle is None:
+                return {"why": explain_no_plan(error)}
+            error.add(obstacle)
             return {"infeasible": _pack(error)}
         step = {"trace": to_json(trace), "costs": to_json(planned.costs), "plan": to_json(planned.plan)}
         return {"step": step, "digest": _digest_plan(planned.plan)}
@@ -227,7 +232,7 @@ class AgreedPlans:
 
 _FIELDS = (
     *("needed_bytes", "budget_bytes", "op", "is_whole_step", "in_the_way", "host_bytes", "needed_host_bytes"),
-    *("state_bytes", "is_estimated", "module", "line"),
+    *("state_bytes", "is_estimated", "module", "line", "note"),
 )
 
 
@@ -236,7 +241,9 @@ def _pack(error: Infeasible) -> dict[str, Any]:
 
 
 def _unpack(packed: dict[str, Any], note: str) -> Infeasible:
-    return Infeasible(**packed, note=note)
+    error = Infeasible(**packed)
+    error.add(note)
+    return error
 
 
 def _digest_plan(plan: Plan) -> str:

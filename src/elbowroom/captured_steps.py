@@ -72,15 +72,13 @@ class CapturedSteps:
             leaves_out = LeavesOut.of(may_leave_out, is_watched=self._pager.is_active)
             cache.add(trace, trace_digest, measurements, leaves_out)
         except Infeasible as error:
-            if (
-                self.is_paging
-                or (has_run and self._job.config.strategy == "auto")
-                or cache.entries
-                or cache.planner.fits_without_plan(trace, trace_digest, measurements, cache.lease)
-            ):
-                self._schedule.reason = NO_PLAN
-                return explain_no_plan(error)
-            raise
+            if not (self.is_paging or (has_run and self._job.config.strategy == "auto") or cache.entries):
+                obstacle = cache.planner.find_obstacle(trace, trace_digest, measurements, cache.lease)
+                if obstacle is not None:
+                    error.add(obstacle)
+                    raise
+            self._schedule.reason = NO_PLAN
+            return explain_no_plan(error)
         except TraceError as error:
             return explain_fault(error)
         return ""

@@ -236,12 +236,16 @@ class PlanCache:
         try:
             planned = self.plan_step(trace, costs)
             return [dataclasses.replace(entry, planned=planned, busy_seconds=[], is_proven=False, is_short=False)]
-        except Infeasible:
+        except Infeasible as error:
             if regroups:
                 trace = leave_out_unused_state(trace, self.planner.config.min_offload_bytes)
-            if self.planner.fits_without_plan(trace, digest(trace), None, self.lease, regroups=regroups):
-                return []
-            raise
+            obstacle = self.planner.find_obstacle(
+                trace, digest(trace), None, self.lease, regroups=regroups, is_running=True
+            )
+            if obstacle is not None:
+                error.add(obstacle)
+                raise
+            return []
         except TraceError as error:
             logger.warning("%s", explain_fault(error))
             return []

@@ -28,7 +28,9 @@ from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import fit_slices, pose
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.slicing.choice import Slices
+from elbowroom.planner.slicing.least_bytes import find_obstacle
 from elbowroom.planning_times import BRIEF, LEVELS, QUICK, SEARCH, PlanningTimes
+from elbowroom.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class StepPlanner:
         )  # fmt: skip
         return planned
 
-    def fits_without_plan(
+    def find_obstacle(
         self,
         trace: Trace,
         trace_digest: str,
@@ -111,25 +113,38 @@ class StepPlanner:
         lease: Lease,
         *,
         regroups: bool = False,
-    ) -> bool:
-        """Return True if a step that no plan fits may run under a policy, and False if the user chose the strategy.
+        is_running: bool = False,
+    ) -> str | None:
+        """Return None if a step that no plan fits may run under a policy; else what to add to the error.
+
+        It may not if the user has chosen the strategy, which adds nothing.
 
         Args:
             regroups: whether optimizers update fewer parameters at a time if they have to.
+            is_running: whether the job runs within another budget. Slices must be known to fit then, as a step that is
+                refused may end in the middle of an update.
         """
         config = self.config
         if config.strategy != "auto":
-            return False
+            return ""
         trace = release_unneeded(trace)
+        manages = Manages(config.manages)
         costs = self.price(trace, trace_digest, measurements)
         problem = pose(
             trace, costs, lease.device_bytes, min_offload_bytes=config.min_offload_bytes,
-            host_bytes=lease.host_bytes, manages=Manages(config.manages),
+            host_bytes=lease.host_bytes, manages=manages,
         )  # fmt: skip
         floor_bytes = find_peak_beside_updates(trace, problem.floor) if regroups else problem.floor.peak_bytes
-        if floor_bytes <= lease.device_bytes:
-            return True
-        return fit_slices(problem, Slices.EXACT if config.exact else Slices.ANY) is not None
+        slices = Slices.EXACT if config.exact else Slices.ANY
+        if floor_bytes <= lease.device_bytes or (is_running and fit_slices(problem, slices) is not None):
+            return None
+        obstacle = find_obstacle(trace, lease.device_bytes, manages, slices)
+        if obstacle is None:
+            return "" if is_running else None
+        op, nbytes = obstacle
+        return (
+            f"If ops run in slices, at least {format_bytes(nbytes)} ({nbytes} bytes) are needed, when {op.name} runs."
+        )
 
     def _choose_plan(self, trace: Trace, costs: Costs, lease: Lease, first: str, *, climbs: bool) -> Plan:
         strategy = self.config.strategy

@@ -25,7 +25,7 @@ from elbowroom.slicing import vector_ends
 from elbowroom.slicing.exactness_store import Exactness, ExactnessStore
 from elbowroom.slicing.op_call import OpCall, bind
 from tests.cpu.test_sliced_ops import JOBS, LanguageModel, make_job
-from tests.state_jobs import MIN_BYTES, StateJob, assert_same, run_plain, run_within
+from tests.state_jobs import MIN_BYTES, StateJob, assert_same, list_tensors, run_plain, run_within
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -216,3 +216,30 @@ def test_samples_for_cuts_of_pointwise_ops_need_no_room(
 
 def refuse() -> bool:
     raise Infeasible(needed_bytes=2, budget_bytes=1, op="", is_whole_step=False)
+
+
+def test_a_step_that_is_planned_ahead_is_refused_only_if_no_slices_fit(profile: HardwareProfile) -> None:
+    """No plan fits these budgets. The state that AdamW makes in the first step has no room as a whole, either."""
+
+    def make() -> StateJob:
+        def make_model() -> nn.Module:
+            return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(1024, 512), nn.Linear(512, 1024))))
+
+        return make_job(make_model, (64, 1024), torch.optim.AdamW)
+
+    budget_bytes = 2_000_000
+    job = make()
+    losses = [job.step(index) for index in range(3)]
+    expected = list_tensors(job)
+    job = make()
+    options: dict[str, Any] = {"profile": profile, "step": lambda: job.step(0)}
+    with elbowroom.fit(job.model, job.optimizers, budget_bytes, **options) as room:
+        assert room.planned is None
+        for index in range(3):
+            with room.step():
+                assert torch.equal(job.step(index), losses[index])
+        assert room._modes.sliced_ops.counts["aten.zeros_like.default"] > 0
+        assert 0 < (room.journal().peak_bytes or 0) <= budget_bytes
+    assert_same(list_tensors(job), expected)
+    with pytest.raises(Infeasible, match=r"If ops run in slices, at least .* bytes\) are needed, when aten"):
+        elbowroom.fit(job.model, job.optimizers, 300_000, **options)

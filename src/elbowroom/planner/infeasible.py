@@ -29,7 +29,7 @@ def explain_infeasible(
     """
     index = Lifetimes(trace).op_at(forecast.peak_tick)
     op = None if index is None else trace.ops[index]
-    moved = {decision.storage for decision in plan.state}
+    lifetimes = Lifetimes(trace, plan)
     held = sorted(count_held(trace, costs, plan, forecast).items(), key=lambda each: (-each[1], each[0]))
     return Infeasible(
         needed_bytes=forecast.peak_bytes,
@@ -43,9 +43,9 @@ def explain_infeasible(
         needed_host_bytes=needed_host_bytes,
         is_estimated=not costs.measured,
         state_bytes=sum(
-            home.nbytes
-            for home in trace.storages
-            if home.created < 0 and home.role in STATE_ROLES and home.id not in moved
+            each.nbytes
+            for each in trace.storages
+            if each.role in STATE_ROLES and lifetimes.is_there(each.id, forecast.peak_tick)
         ),
     )
 

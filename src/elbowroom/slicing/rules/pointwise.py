@@ -14,18 +14,18 @@ from elbowroom.slicing.rule import Alternatives, SliceRule, make_loop, make_pass
 
 NAMES = """
     abs abs_ add add_ addcdiv addcdiv_ addcmul addcmul_ bitwise_and bitwise_not bitwise_or clamp clamp_ clamp_max
-    clamp_min clamp_min_ clone copy copy_ cos div div_ elu elu_ elu_backward eq erf exp exp_ fill fill_ ge gelu gelu_
-    gelu_backward gt hardsigmoid hardsigmoid_ hardsigmoid_backward hardswish hardswish_ hardswish_backward
-    hardtanh hardtanh_ hardtanh_backward isnan le leaky_relu leaky_relu_ leaky_relu_backward lerp lerp_ log log1p
-    logical_and logical_not logical_or lt masked_fill masked_fill_ maximum maximum_ minimum minimum_ mish
-    mish_backward mul mul_ native_dropout_backward ne neg neg_ pow pow_ reciprocal relu relu_ rsqrt rsub sigmoid
-    sigmoid_ sigmoid_backward sign silu silu_ silu_backward sin softplus softplus_backward sqrt square sub sub_ tanh
-    tanh_ tanh_backward threshold threshold_ threshold_backward _to_copy where zero_
+    clamp_min clamp_min_ clone copy copy_ cos div div_ elu elu_ elu_backward eq erf exp exp_ fill fill_ full_like ge
+    gelu gelu_ gelu_backward gt hardsigmoid hardsigmoid_ hardsigmoid_backward hardswish hardswish_
+    hardswish_backward hardtanh hardtanh_ hardtanh_backward isnan le leaky_relu leaky_relu_ leaky_relu_backward lerp
+    lerp_ log log1p logical_and logical_not logical_or lt masked_fill masked_fill_ maximum maximum_ minimum minimum_
+    mish mish_backward mul mul_ native_dropout_backward ne neg neg_ ones_like pow pow_ reciprocal relu relu_ rsqrt
+    rsub sigmoid sigmoid_ sigmoid_backward sign silu silu_ silu_backward sin softplus softplus_backward sqrt square
+    sub sub_ tanh tanh_ tanh_backward threshold threshold_ threshold_backward _to_copy where zero_ zeros_like
 """
 """ATen ops, without namespace or "_foreach_"; all overloads that return one tensor, or write to one."""
 
-WRITE_ONLY = frozenset(("copy_", "fill_", "zero_"))
-"""Ops that do not read the argument that they write to."""
+UNREAD_SELF = frozenset(("copy_", "fill_", "zero_", "full_like", "ones_like", "zeros_like"))
+"""Ops that do not read their first argument: they write to it, or it has the shape of the result."""
 
 
 def _find_passes(call: OpCall) -> Alternatives:
@@ -54,7 +54,7 @@ def _cut(call: OpCall, dimension: int, shape: torch.Size) -> tuple[SlicePass, ..
         if -dimension <= each.ndim and each.shape[dimension] == length
     }
     loop = make_loop(call, length, reads, {0: dimension + len(shape)})
-    unread = {"self"} if call.op._opname.removeprefix("_foreach_") in WRITE_ONLY else ()
+    unread = {"self"} if call.op._opname.removeprefix("_foreach_") in UNREAD_SELF else ()
     return (make_pass(call, [loop], unread=unread),)
 
 
