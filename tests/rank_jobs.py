@@ -398,6 +398,19 @@ def compress(model: nn.Module) -> nn.Module:
     return replicas
 
 
+def compress_by_rank(model: nn.Module) -> nn.Module:
+    """Make replicas that send low-rank approximations: the hook goes on in gloo's thread.
+
+    There is one bucket: with several, gloo mixes up what the ranks send, also in plain PyTorch.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    replicas = DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+    state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=1)
+    replicas.register_comm_hook(state, powerSGD_hook)
+    return replicas
+
+
 def zero(parameters: Any) -> torch.optim.Optimizer:
     """An optimizer whose state is spread over the ranks."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -460,6 +473,7 @@ CASES |= SHARDED
 CASES |= {
     "buffers": RankCase(Buffered, (512, WIDTH), sgd, replicate()),
     "compressed": RankCase(Transformer, WORDS, adamw, compress, clips=True),
+    "compressed by rank": RankCase(Wide, (512, 512), sgd, compress_by_rank),
     "checkpointed": RankCase(Checkpointed, WORDS, adamw, replicate()),
     "compiled": RankCase(Transformer, WORDS, adamw, compile_replica),
     "spread optimizer": RankCase(Transformer, WORDS, zero, replicate()),

@@ -38,6 +38,7 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("uneven batches", 2_800_000, OFFLOADING),
     ("buffers", 2_000_000, OFFLOADING),
     ("compressed", 2_500_000, OFFLOADING),
+    ("compressed by rank", 18_000_000, {}),
     ("checkpointed", 2_600_000, OFFLOADING),
     ("spread optimizer", 3_000_000, OFFLOADING),
     ("reduced in place", 1_700_000, {"manages": "activations", "strategy": "recompute_all"}),
@@ -48,7 +49,7 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 """Jobs with budgets and options of their rooms."""
 
-QUICK = {1, 4, 7, 13, 20}
+QUICK = {1, 4, 7, 13, 21}
 """Indices of those that run without `--slow`, too."""
 
 
