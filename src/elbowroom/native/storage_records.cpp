@@ -13,20 +13,25 @@ namespace elbowroom {
 namespace {
 
 // A record refers to the op that made it, which refers to the records that it read, and so on through the whole step.
-// Recursive destruction would overflow the stack.
-thread_local std::vector<RecordedOpPtr> doomed;
-thread_local bool is_destroying = false;
+// Recursive destruction would overflow the stack, so the outermost call destroys what the inner ones have put here. A
+// pointer, since autograd frees graphs when a thread ends, and its variables with destructors may be gone by then.
+thread_local std::vector<RecordedOpPtr>* doomed = nullptr;
 
 void destroy(RecordedOpPtr op) {
   if (!op) return;
-  doomed.push_back(std::move(op));
-  if (is_destroying) return;
-  is_destroying = true;
-  while (!doomed.empty()) {
-    const RecordedOpPtr next = std::move(doomed.back());
-    doomed.pop_back();
+  if (doomed != nullptr) {
+    doomed->push_back(std::move(op));
+    return;
   }
-  is_destroying = false;
+  std::vector<RecordedOpPtr> left;
+  doomed = &left;
+  op.reset();
+  while (!left.empty()) {
+    op = std::move(left.back());
+    left.pop_back();
+    op.reset();
+  }
+  doomed = nullptr;
 }
 
 // Holds the mutexes of all tables during a fork: the child must not inherit one that another thread holds.
