@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import elbowroom
 from elbowroom.errors import Infeasible
@@ -243,3 +244,56 @@ def test_a_step_that_is_planned_ahead_is_refused_only_if_no_slices_fit(profile: 
     assert_same(list_tensors(job), expected)
     with pytest.raises(Infeasible, match=r"If ops run in slices, at least .* bytes\) are needed, when aten"):
         elbowroom.fit(job.model, job.optimizers, 300_000, **options)
+
+
+class Scaled(nn.Module):
+    """Scales channels, and applies a function."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1, 8, 1, 1))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("function", "budget_bytes", "options"),
+    [
+        pytest.param(
+            functools.partial(functional.interpolate, size=(17, 99), mode="nearest-exact"), 1_100_000, {},
+            id="the whole op that follows leaves no room for ops that wait",
+        ),
+        pytest.param(
+            functools.partial(functional.local_response_norm, size=5), 1_907_772, {"policy": "dtr"},
+            id="gradients leave no room for a replay",
+        ),
+    ],
+)  # fmt: skip
+def test_what_moves_has_room_later(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    budget_bytes: int,
+    options: dict[str, Any],
+    profile: HardwareProfile,
+) -> None:
+    """The program holds the input and the output."""
+
+    def make() -> StateJob:
+        torch.manual_seed(3)
+        model = Scaled(function)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def step(index: int) -> torch.Tensor:
+            x = torch.randn(12, 8, 32, 36, generator=torch.Generator().manual_seed(index))
+            y = model(x)
+            loss = y.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return StateJob(model, [optimizer], step)
+
+    options["min_offload_bytes"] = 4096
+    assert_same(run_within(make, profile, budget_bytes, steps=4, **options), run_plain(make, 4))

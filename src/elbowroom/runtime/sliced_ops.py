@@ -176,7 +176,7 @@ class SlicedOps(TorchDispatchMode):
         sizes = self._sizes.get(key) or SliceSizes(max(1, self._budget_bytes // SLICE))
         targets = [call.reads[index] for index in find_targets(call)]
         self._large.page_out(targets)  # so that an error leaves what they hold
-        page_out = self._large.watch(call.reads)
+        page_out = self._large.watch([*call.reads, *self._waiting.list_read()])
         refusal: Infeasible | MemoryRefused | None = None
         while True:
             while (cut := self._choose(call, described, sizes, [sizes.slice_bytes])) is None and page_out():
@@ -202,6 +202,9 @@ class SlicedOps(TorchDispatchMode):
                 break
             restore()
         explained = self._explain(key, call)
+        if isinstance(refusal, Infeasible):
+            refusal.op = str(call.op)  # not the request in the middle of a slice
+            refusal.add(f"{call.op} runs in slices, and the smallest that may be used have no room.")
         raise refusal or explained
 
     @property

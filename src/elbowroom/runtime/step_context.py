@@ -16,6 +16,9 @@ from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_environment import StepEnvironment
 from elbowroom.runtime.step_state import StepState
 
+BESIDE_A_REPLAY = 4
+"""Tensors as large as what is computed again that a backward pass may hold meanwhile."""
+
 
 class StepContext:
     """Implementation of `residency.context.PolicyContext` for a running step.
@@ -85,8 +88,9 @@ class StepContext:
         if path is None or self._state.has_no_room_below(self._by_id[storage]):
             return True
         # A replay needs memory beside that of the backward node that triggers it, so it gets half of the free memory.
-        # It reads its inputs as a whole; the node has a gradient as large as the storage, and may need another tensor.
-        needed_bytes = path.nbytes + path.read_bytes + 2 * self._by_id[storage].nbytes
+        # It reads its inputs as a whole. The node has a gradient as large as the storage, and may need another tensor
+        # and make one, while gradients from elsewhere wait to be added.
+        needed_bytes = path.nbytes + path.read_bytes + BESIDE_A_REPLAY * self._by_id[storage].nbytes
         return bool(max(2 * path.nbytes, needed_bytes) <= self._free_bytes)
 
     def may_leave(self, storage: int) -> bool:

@@ -63,6 +63,10 @@ class WaitingOps:
     def __bool__(self) -> bool:
         return self._stretch is not None
 
+    def list_read(self) -> list[torch.Tensor]:
+        """Return the arguments of the ops that wait."""
+        return [] if self._stretch is None else self._stretch.list_read()
+
     def limit(self, budget_bytes: int) -> None:
         """Set the budget of the steps that follow."""
         if budget_bytes != self._budget_bytes:
