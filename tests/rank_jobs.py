@@ -818,6 +818,28 @@ def survive(rank: int, profile: HardwareProfile) -> list[str]:
     return modes
 
 
+def restart(rank: int, profile: HardwareProfile) -> list[str]:
+    """Train in two attempts, as torchrun makes them with one store. The first leaves the failure of a rank there."""
+    from elbowroom.ranks import rank_group
+
+    modes = []
+    for attempt in range(2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        rank_group._numbers = itertools.count()  # as in new processes
+        model, optimizer = _make(rank)
+        with elbowroom.fit(model, optimizer, 4 << 20, profile=profile, rank_timeout_seconds=8) as room:
+            for index in range(4):
+                optimizer.zero_grad()
+                time.sleep(5 * rank * (index == 1))
+                with room.step():
+                    _step(rank, CASES["transformer"], model, optimizer, index)
+            group = room._modes.agreed._ranks.group  # type: ignore[union-attr]
+            modes += [each.mode.value for each in room.journal().steps]
+        group.store.set(f"{group.prefix}/failed", "9 1 ValueError: bad batch")
+        dist.barrier()
+    return modes
+
+
 def _fail_in(room: Room) -> None:
     with room.step():
         torch.randn(1 << 22)

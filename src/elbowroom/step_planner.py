@@ -28,7 +28,7 @@ from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import fit_slices, pose
 from elbowroom.planner.problem import plan as make_plan
 from elbowroom.planner.slicing.choice import Slices
-from elbowroom.planner.slicing.least_bytes import find_obstacle
+from elbowroom.planner.slicing.least_bytes import find_largest_need
 from elbowroom.planning_times import BRIEF, LEVELS, QUICK, SEARCH, PlanningTimes
 from elbowroom.units import format_bytes
 
@@ -138,13 +138,10 @@ class StepPlanner:
         slices = Slices.EXACT if config.exact else Slices.ANY
         if floor_bytes <= lease.device_bytes or (is_running and fit_slices(problem, slices) is not None):
             return None
-        obstacle = find_obstacle(trace, lease.device_bytes, manages, slices)
-        if obstacle is None:
+        op, nbytes = find_largest_need(trace, manages, slices)
+        if nbytes <= lease.device_bytes:
             return "" if is_running else None
-        op, nbytes = obstacle
-        return (
-            f"If ops run in slices, at least {format_bytes(nbytes)} ({nbytes} bytes) are needed, when {op.name} runs."
-        )
+        return f"If ops run in slices, at least {format_bytes(nbytes)} ({nbytes} bytes) are needed, when {op} runs."
 
     def _choose_plan(self, trace: Trace, costs: Costs, lease: Lease, first: str, *, climbs: bool) -> Plan:
         strategy = self.config.strategy

@@ -179,6 +179,13 @@ def failed(
         return dict(zip(ways, threads.map(run, ways), strict=True))
 
 
+@pytest.mark.slow
+def test_a_restart_knows_nothing_of_earlier_failures(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
+    for end in run_ranks(tmp_path, "restart", profile, seconds=100):
+        assert end.code == 0, end.text
+        assert len(end.result) == 8
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [

@@ -152,7 +152,7 @@ def test_profilers_see_every_op(
 def test_a_callback_of_all_threads_sees_every_op(
     is_around: bool, profile: HardwareProfile, tmp_path: pathlib.Path
 ) -> None:
-    """Where it begins in the middle of a step, but for the first ones."""
+    """Where it begins in the middle of a step, all but the first 32: those of the backward pass, at any rate."""
     file, job = tmp_path / "trace.json", make_job(adamw)
     with fit(job, profile) as room, contextlib.ExitStack() as stack:
         for index in range(STEPS):
@@ -169,7 +169,8 @@ def test_a_callback_of_all_threads_sees_every_op(
     names = Counter(node["name"] for node in json.loads(file.read_text())["nodes"])
     layers = sum(isinstance(each, nn.Linear) for each in job.model.modules())
     assert names["aten::mm"] == 2 * layers - 1
-    assert names["aten::addmm"] == layers if is_around else names["aten::addmm"] > 0
+    if is_around:
+        assert names["aten::addmm"] == layers
 
 
 @torch.library.custom_op("elbowroom_tests::add_compiled", mutates_args=())

@@ -18,6 +18,7 @@ from elbowroom.planner.infeasible import explain_infeasible, note_slices
 from elbowroom.planner.options import Manages, find_managed, find_strategy
 from elbowroom.planner.schedule.draft import Draft, Drafter, Option
 from elbowroom.planner.slicing.choice import CutChooser, SlicedStep, Slices
+from elbowroom.planner.slicing.least_bytes import find_largest_need
 from elbowroom.planner.state.scheduler import StateScheduler
 from elbowroom.progress import announcing
 from elbowroom.simulator.planned import PreparedTrace
@@ -159,7 +160,8 @@ def _list_choosers(problem: Problem, slices: Slices) -> list[CutChooser]:
 
     # Of an op whose slices are summed, other slices may be smaller.
     kinds = (Slices.ANY, Slices.EXACT) if slices is Slices.ANY else (slices,)
-    return [CutChooser(replay.trace, replay.costs, find_floor, problem.floor, each) for each in kinds]
+    _, least_bytes = find_largest_need(replay.trace, problem.manages, slices)
+    return [CutChooser(replay.trace, replay.costs, find_floor, problem.floor, each, least_bytes) for each in kinds]
 
 
 def check_amounts(**amounts: int | None) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +58,8 @@ class RankGroup:
         self.members = tuple(members)
         self.timeout_seconds = timeout_seconds
         self.store: Any = dist.distributed_c10d._get_default_store()
-        self.prefix = f"elbowroom/{'-'.join(map(str, members))}/{next(_numbers)}"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the processes
+        self.prefix = f"elbowroom/{attempt}/{'-'.join(map(str, members))}/{next(_numbers)}"
         # A store serves one call at a time: this process waits in the other one.
         self._watched: Any = self.store.clone() if hasattr(self.store, "clone") else self.store
         self._processes: dict[int, tuple[str, int]] = {}

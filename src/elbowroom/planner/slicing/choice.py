@@ -82,13 +82,17 @@ class CutChooser:
 
     Args:
         floor: forecast of the whole ops with the lowest peak.
+        least_bytes: no step with slices has room for less.
     """
 
-    def __init__(self, trace: Trace, costs: Costs, find_floor: FindFloor, floor: Forecast, slices: Slices) -> None:
+    def __init__(
+        self, trace: Trace, costs: Costs, find_floor: FindFloor, floor: Forecast, slices: Slices, least_bytes: int
+    ) -> None:
         self._trace = trace
         self._costs = costs
         self._find_floor = find_floor
         self._whole = floor
+        self._least_bytes = least_bytes
         self._slicing = {} if slices is Slices.NONE else {each.tick: each for each in trace.slicing}
         self._slices = slices
         self._ops = {op.tick: op for op in trace.ops}
@@ -111,7 +115,7 @@ class CutChooser:
 
         Cost: a few forecasts.
         """
-        for share in FIRST_SLICES:
+        for share in FIRST_SLICES if budget_bytes >= self._least_bytes else ():
             with contextlib.suppress(_TooLong):
                 return self._refine(budget_bytes, budget_bytes // share)
         return None
@@ -149,7 +153,7 @@ class CutChooser:
         """Return the step of the lowest peak, within a few percent; None if slices do not lower it."""
         best = None
         most = self._whole.peak_bytes
-        least = 0  # too small a budget
+        least = self._least_bytes - 1  # too small a budget
         while (1 - SPACING) * most > least:
             budget_bytes = max(int(most * STEP), (least + most) // 2)
             found = self._choose(budget_bytes)
