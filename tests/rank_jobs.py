@@ -827,10 +827,10 @@ def restart(rank: int, profile: HardwareProfile) -> list[str]:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         rank_group._numbers = itertools.count()  # as in new processes
         model, optimizer = _make(rank)
-        with elbowroom.fit(model, optimizer, 4 << 20, profile=profile, rank_timeout_seconds=8) as room:
+        with elbowroom.fit(model, optimizer, 4 << 20, profile=profile, rank_timeout_seconds=30) as room:
             for index in range(4):
                 optimizer.zero_grad()
-                time.sleep(5 * rank * (index == 1))
+                time.sleep(12 * rank * attempt * (index == 1))
                 with room.step():
                     _step(rank, CASES["transformer"], model, optimizer, index)
             group = room._modes.agreed._ranks.group  # type: ignore[union-attr]
