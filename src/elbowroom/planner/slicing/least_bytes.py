@@ -10,7 +10,7 @@ from elbowroom.ir.trace import STATE_ROLES, Op, Trace, View
 from elbowroom.planner.options import Manages
 from elbowroom.planner.slicing.choice import Slices
 
-OVER_LISTS = ("aten._foreach_", "aten._fused_")
+OVER_LISTS = ("aten._foreach_", "aten._fused_adagrad", "aten._fused_adam", "aten._fused_sgd")
 """Beginnings of the names of ops that run over a part of their lists at a time where state may leave."""
 
 
