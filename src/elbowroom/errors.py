@@ -84,7 +84,8 @@ class Infeasible(ElbowroomError):
         in_the_way: (description, bytes) of the largest things that must be on the device at that op.
         host_bytes: limit on the tier below; None for no limit.
         needed_host_bytes: bytes that the nearest plan needs there; 0 if the tier below was not the limit.
-        state_bytes: bytes of parameters, buffers, gradients and optimizer state, which never leave; 0 if unknown.
+        state_bytes: bytes of parameters, buffers, gradients and optimizer state that are on the device at that op; 0 if
+            unknown.
         advice: further advice, a sentence each.
         note: a sentence about the step, or "".
         evidence: data from which `module` and `line` are determined later.
