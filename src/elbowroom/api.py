@@ -56,13 +56,16 @@ def fit(
 
         room = elbowroom.fit(model, optimizer, memory_budget="8GiB")
         for batch in loader:
-            with room.step():
-                loss = model(**batch).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     Losses, gradients and parameters are bit for bit those of the same loop without Elbowroom.
+
+    A training step begins when the loop calls the model, or a part of it, in training mode with gradients on, and ends
+    with the optimizer's step; with several, when each has stepped. A loop that knows better says so: `with
+    room.step():` around one whole step, from the first step on.
 
     Args:
         model: any module with all of its parameters on one device; or a list of the modules that a step uses, such as a
@@ -84,6 +87,24 @@ def fit(
         RankLost, RanksDiffer: another rank does not come, or differs.
         Infeasible: no plan of `step` fits the budget, and it would not fit with ops in slices either.
     """
+    return open_room(model, optimizer, memory_budget, step=step, profile=profile, finds_steps=True, **options)
+
+
+def open_room(
+    model: Models,
+    optimizer: Optimizer | Iterable[Optimizer],
+    memory_budget: int | float | str | SharedLease | None = None,
+    *,
+    step: Callable[[], Any] | None = None,
+    profile: HardwareProfile | None = None,
+    finds_steps: bool = False,
+    **options: Any,
+) -> Room:
+    """Fit a training job. Arguments and errors: as for `fit`.
+
+    Args:
+        finds_steps: whether steps begin and end at the loop's calls, until the program begins one.
+    """
     config = read_config(**options)
     get(policies, config.policy, "Policy")
     find_strategy(config.strategy)
@@ -93,7 +114,10 @@ def fit(
     budget = _read_budget(memory_budget)
 
     def make(nbytes: int, lease: SharedLease | None = None) -> Room:
-        return Room(model, optimizers, nbytes, config, device=device, step=step, profile=profile, shared=lease)
+        return Room(
+            model, optimizers, nbytes, config, device=device, step=step, profile=profile, shared=lease,
+            finds_steps=finds_steps,
+        )  # fmt: skip
 
     try:
         if isinstance(budget, SharedLease) or budget == "shared":

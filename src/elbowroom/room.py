@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import reprlib
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,9 +45,7 @@ from elbowroom.step_planner import StepPlanner
 from elbowroom.tracing.residents import list_attribute_tensors
 from elbowroom.units import format_bytes, format_seconds
 
-
-class _BrokenOff(BaseException):
-    """Aborts a step when its room is detached."""
+logger = logging.getLogger(__name__)
 
 
 class Room:
@@ -61,6 +62,7 @@ class Room:
         step: Callable[[], Any] | None = None,
         profile: HardwareProfile | None = None,
         shared: SharedLease | None = None,
+        finds_steps: bool = False,
     ) -> None:
         if is_marked(model):
             raise UsageError("this model already has a room; call its detach() first")
@@ -90,7 +92,7 @@ class Room:
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, sliced_ops, agreed
             )
             undoing.callback(self._modes.close)
-            self._steps = StepBoundaries(self._modes, self._shared)
+            self._steps = StepBoundaries(self._modes, self._shared, weakref.proxy(self))
             self._ledger.adopt([*job.list_residents(), *list_attribute_tensors(job.model, device)])
             if step is not None and config.mode != "dynamic":
                 plan_ahead(job, self._pager, self._modes.captured, budget_bytes, step)
@@ -98,6 +100,8 @@ class Room:
         if device.type == "cuda":
             cut_blocks_to_size()
         attach_mark(model)
+        if finds_steps:
+            self._steps.find(model, job.optimizers)
         self._detached = False
 
     @property
@@ -113,7 +117,7 @@ class Room:
     @property
     def was_refused(self) -> bool:
         """True if the running or last step was refused memory, so that the program got an `Infeasible`."""
-        return self._modes.was_refused
+        return self._steps.was_refused
 
     @property
     def planned(self) -> PlannedStep | None:
@@ -137,10 +141,10 @@ class Room:
             yield
         except BaseException as error:
             if self._steps.is_inside:  # otherwise `detach` has ended it
-                self._steps.end(self, error)
+                self._steps.end_step(error)
             raise
         if self._steps.is_inside:
-            self._steps.end(self)
+            self._steps.end_step()
 
     def begin_step(self) -> None:
         """Begin a training step where `with room.step():` does not fit, such as in the callbacks of a trainer.
@@ -150,7 +154,8 @@ class Room:
         """
         if self._detached:
             raise UsageError("this room is detached; call elbowroom.fit again")
-        self._steps.begin(self)
+        self._steps.stop_finding()
+        self._steps.begin_step()
 
     def end_step(self, error: BaseException | None = None) -> None:
         """End the step that `begin_step` began, in the same thread.
@@ -162,7 +167,7 @@ class Room:
             UsageError: no step has begun, or another thread began it.
             Infeasible, MemoryRefused, TierFull, TransferFailed: as for `step`.
         """
-        self._steps.end(self, error)
+        self._steps.end_step(error)
 
     def set_budget(self, memory_budget: int | float | str) -> None:
         """Change the budget from the next step on. That step is replanned now; other kinds of step when they recur.
@@ -177,6 +182,7 @@ class Room:
         """
         if self._detached:
             raise UsageError("this room is detached; call elbowroom.fit again")
+        self._steps.abort_found()
         if self._steps.is_inside:
             raise UsageError("set_budget() inside a step: call it before or after room.step()")
         budget_bytes = parse_budget(memory_budget, self._job.device)
@@ -212,6 +218,7 @@ class Room:
         """
         if self._detached:
             raise UsageError("this room is detached; call elbowroom.fit again")
+        self._steps.abort_found()
         if self._steps.is_inside:
             raise UsageError("load_state_dict() inside a step: call it before or after room.step()")
         if (learned := from_state(state)) is not None and self.config.mode != "dynamic":
@@ -340,8 +347,7 @@ class Room:
         """
         if self._detached:
             return
-        if self._steps.is_inside_own:
-            self._steps.end(self, _BrokenOff())
+        self._steps.close()
         self._modes.close()
         self._pager.close()
         if self._modes.agreed is not None:
@@ -355,8 +361,11 @@ class Room:
         self._detached = True  # last, so that an interrupted call can be repeated
 
     def __del__(self) -> None:
-        if not getattr(self, "_detached", True):
-            self.detach()
+        if getattr(self, "_detached", True):
+            return
+        if not self._steps.has_begun and not sys.is_finalizing():
+            logger.warning("a room was dropped before its first step: keep what elbowroom.fit returns while you train")
+        self.detach()
 
     def __enter__(self) -> Room:
         return self

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch.optim import Optimizer
+
 from elbowroom.errors import Infeasible, UsageError
+from elbowroom.optimizer_steps import OptimizerSteps, StepAborted
 from elbowroom.shared_lease import LeaseHolder, SharedLease
 from elbowroom.step_modes import StepModes
 
@@ -29,12 +34,19 @@ class StepBoundaries:
     Args:
         modes: run the steps.
         shared: lease that may change between steps; None if the room has a budget of its own.
+        holder: the room, whose lease it is.
+
+    Attributes:
+        has_begun: whether a step has ever begun.
     """
 
-    def __init__(self, modes: StepModes, shared: SharedLease | None) -> None:
+    def __init__(self, modes: StepModes, shared: SharedLease | None, holder: LeaseHolder) -> None:
         self._modes = modes
         self._shared = shared
+        self._holder = holder
+        self.has_begun = False
         self._step: _OpenStep | None = None
+        self._found: OptimizerSteps | None = None
 
     @property
     def is_inside(self) -> bool:
@@ -46,7 +58,37 @@ class StepBoundaries:
         """True while a step runs that this thread has begun."""
         return self._step is not None and self._step.thread == threading.get_ident()
 
-    def begin(self, room: LeaseHolder) -> None:
+    @property
+    def was_refused(self) -> bool:
+        """True if the running or last step was refused memory."""
+        return self._modes.was_refused
+
+    def find(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Begin and end steps at the loop's calls of the model and the optimizers, until the program begins one."""
+        self._found = OptimizerSteps(self, model, optimizers)
+
+    def stop_finding(self) -> None:
+        """End a step that was found, and find no more."""
+        if (found := self._found) is not None:
+            self._found = None
+            try:
+                found.end(StepAborted() if found.has_failed else None)
+            finally:
+                found.close()
+
+    def abort_found(self) -> None:
+        """Abort a running step that was found, as no `with` of the program ends it."""
+        if self._found is not None:
+            self._found.end(StepAborted())
+
+    def close(self) -> None:
+        """Abort a running step of this thread, and find no more."""
+        if self.is_inside_own:
+            self.end_step(StepAborted())
+        if self._found is not None:
+            self._found.close()
+
+    def begin_step(self) -> None:
         """Begin a step. Errors: as for `Room.begin_step`."""
         if self._step is not None:
             raise UsageError(
@@ -54,15 +96,16 @@ class StepBoundaries:
                 "end_step(), is one whole training step"
             )
         if self._shared is not None:
-            self._shared.renew(room)
+            self._shared.renew(self._holder)
+        self.has_begun = True
         self._step = _OpenStep(self._modes.step(), threading.get_ident())
         try:
             self._step.context.__enter__()
         except BaseException:
-            self._note_end(room)
+            self._note_end()
             raise
 
-    def end(self, room: LeaseHolder, error: BaseException | None = None) -> None:
+    def end_step(self, error: BaseException | None = None) -> None:
         """End the step. Arguments and errors: as for `Room.end_step`."""
         step = self._step
         if step is None:
@@ -75,14 +118,14 @@ class StepBoundaries:
             else:
                 step.context.__exit__(type(error), error, error.__traceback__)
             if self._shared is not None and error is None:
-                self._shared.note_step(room)  # takes seconds if the step is of a new kind: the job is not idle yet
+                self._shared.note_step(self._holder)  # takes seconds for a new kind of step: the job is not idle yet
         finally:
             if self._shared is not None and isinstance(error, Infeasible):
                 error.add(LEASE)
-            self._note_end(room)
+            self._note_end()
 
-    def _note_end(self, room: LeaseHolder) -> None:
+    def _note_end(self) -> None:
         """Note that no step runs any more, whether it succeeded or failed."""
         self._step = None
         if self._shared is not None:
-            self._shared.begin_idle(room)
+            self._shared.begin_idle(self._holder)

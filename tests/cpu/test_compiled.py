@@ -15,13 +15,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 import elbowroom
+from elbowroom.api import open_room
 from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import is_in_region
 from elbowroom.hooks.grouped_step import GroupedStep
-from elbowroom.integrations.optimizer_steps import OptimizerSteps
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.optimizer_steps import OptimizerSteps
 from tests import pressure
 from tests.state_jobs import Away, make_batch
 
@@ -335,11 +336,12 @@ def test_steps_that_begin_and_end_in_compiled_code_are_compiled_as_without_a_roo
 
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        room = elbowroom.fit(model, optimizer, PLENTY, profile=profile) if within else None
+        room = open_room(model, optimizer, PLENTY, profile=profile) if within else None
         steps = None if room is None else OptimizerSteps(room, model, [optimizer], after_step=compute)
         for _ in range(6):
             step(torch.randn(8, WIDTH))
         if steps is not None and room is not None:
+            room.detach()
             steps.close()
             modes = [record.mode for record in room.journal().steps]
             assert modes[0] is Mode.CAPTURE and modes[-1] is Mode.PLAIN

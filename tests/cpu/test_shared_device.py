@@ -265,9 +265,9 @@ def test_the_floor_of_a_job_is_that_of_its_largest_kind_of_step(monkeypatch: pyt
 def test_a_job_is_not_idle_while_its_front_is_planned() -> None:
     modes, shared, room = mock.Mock(), mock.Mock(), mock.Mock()
     modes.step.return_value = contextlib.nullcontext()
-    steps = StepBoundaries(modes, shared)
-    steps.begin(room)
-    steps.end(room)
+    steps = StepBoundaries(modes, shared, room)
+    steps.begin_step()
+    steps.end_step()
     assert [name for name, _, _ in shared.method_calls] == ["renew", "note_step", "begin_idle"]
 
 
@@ -275,9 +275,9 @@ def test_a_step_without_room_says_that_its_budget_is_a_lease() -> None:
     error = Infeasible(needed_bytes=7, budget_bytes=5, op="mm", is_whole_step=False)
     modes, shared = mock.Mock(), mock.Mock()
     modes.step.return_value = contextlib.nullcontext()
-    steps = StepBoundaries(modes, shared)
-    steps.begin(mock.Mock())
-    steps.end(mock.Mock(), error)
+    steps = StepBoundaries(modes, shared, mock.Mock())
+    steps.begin_step()
+    steps.end_step(error)
     assert "this job's lease of a shared device" in str(error)
     assert not shared.note_step.called
 

@@ -11,12 +11,13 @@ import torch
 from accelerate import Accelerator
 from torch.optim import Optimizer
 
-from elbowroom.api import fit
+from elbowroom.api import open_room
 from elbowroom.errors import UsageError
 from elbowroom.integrations.learned_file import load_learned, read_learned, save_learned
 from elbowroom.integrations.logged_metrics import list_metrics
-from elbowroom.integrations.optimizer_steps import OptimizerSteps, unwrap_optimizer
+from elbowroom.integrations.wrapped_optimizers import unwrap_optimizer
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.optimizer_steps import OptimizerSteps
 from elbowroom.room import Room
 
 
@@ -70,7 +71,7 @@ class ElbowroomPlugin:
         if not models or not optimizers:
             raise UsageError("prepare() takes the model and its optimizer together, as accelerator.prepare does")
         model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
-        self.room = fit(model, optimizers, self._memory_budget, profile=self._profile, **self._options)
+        self.room = open_room(model, optimizers, self._memory_budget, profile=self._profile, **self._options)
         self._profile = self.room.profile
         self._steps = OptimizerSteps(self.room, model, optimizers, after_step=self._take_over)
         if accelerator not in self._registered_with:
@@ -86,7 +87,9 @@ class ElbowroomPlugin:
 
     def close(self) -> None:
         """Let go of the loop: the model can be trained without a budget, or prepared anew."""
-        if self._steps is not None:
+        if self._steps is not None and self.room is not None:
+            self._steps.finish()
+            self.room.detach()  # first, as a running step has replaced calls after us
             self._steps.close()
             self._steps = None
         self._learned = {}

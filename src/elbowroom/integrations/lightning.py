@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from elbowroom.api import fit
+from elbowroom.api import open_room
 from elbowroom.integrations.logged_metrics import list_metrics
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
@@ -65,7 +65,7 @@ class ElbowroomCallback(Callback):
         self._close(None)
         model = trainer.model or pl_module  # in the wrapper of the Trainer's strategy, if there is one
         models = [model, *self._other_models, *_list_modules_of_callbacks(trainer, pl_module)]
-        self.room = fit(models, trainer.optimizers, self._memory_budget, profile=self._profile, **self._options)
+        self.room = open_room(models, trainer.optimizers, self._memory_budget, profile=self._profile, **self._options)
         self._profile = self.room.profile
         if self._learned is not None:
             self.room.load_state_dict(self._learned)

@@ -20,7 +20,7 @@ from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import leave_package_uncompiled, undisturbed
 from elbowroom.hooks.input_guard import leave_uncompiled
 from elbowroom.hooks.storage_ids import PLAIN_TENSORS
-from elbowroom.integrations.optimizer_steps import is_in_backward, starts_training
+from elbowroom.optimizer_steps import is_in_backward, starts_training
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elbowroom.api import fit
+from elbowroom.api import open_room
 from elbowroom.hooks.attachment import is_marked
 from elbowroom.hooks.sharded import find_wrapper
-from elbowroom.integrations.optimizer_steps import OptimizerSteps
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.optimizer_steps import OptimizerSteps
 from elbowroom.room import Room
 from elbowroom.scripts.job_finder import FoundJob, JobFinder, list_other_models, list_other_tensors
 from elbowroom.scripts.journal_file import JournalFile
@@ -100,7 +100,7 @@ class ManagedProgram:
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         model = find_wrapper(job.model)  # whose buckets count
         self._models = [model, *(list_other_models(job.model) if is_alone else ())]
-        room = fit(self._models, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
+        room = open_room(self._models, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
         room.count_also(list_other_tensors(job.model))
         self._profile = room.profile
         self._room = room
@@ -108,9 +108,7 @@ class ManagedProgram:
         self.rooms += 1
         if self._journal_file is not None:
             self._journal_file.begin_room()
-        self._steps = OptimizerSteps(
-            room, job.model, job.optimizers, first_called=job.called, after_step=self._note_step
-        )
+        self._steps = OptimizerSteps(room, job.model, job.optimizers, after_step=self._note_step)
         if not job.optimizers:
             logger.warning(
                 "the program updates the parameters without an optimizer of torch.optim, so its first step was not "
@@ -167,10 +165,12 @@ class ManagedProgram:
         if self._steps is None or self._room is None:
             return
         steps, self._steps = self._steps, None
+        room = self._room
         try:
-            steps.close(error)
+            steps.finish(error)
         finally:
-            room = self._room
+            room.detach()  # first, as a running step has replaced calls after us
+            steps.close()
             self._write(lambda file: file.finish(room))
 
     def _note_backward(self) -> None:

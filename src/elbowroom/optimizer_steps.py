@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-from elbowroom.api import list_optimizers
 from elbowroom.errors import UsageError
 from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import stay_watched, undisturbed
-from elbowroom.hooks.input_guard import list_entries, replace_call
-from elbowroom.room import Room
+from elbowroom.hooks.model_calls import ModelCalls
+from elbowroom.hooks.several_models import list_models
 
 
 def is_in_backward() -> bool:
@@ -23,52 +22,62 @@ def is_in_backward() -> bool:
 
 
 def starts_training(module: torch.nn.Module) -> bool:
-    """Tell whether a call of this module now may begin a training step: no evaluation, no recomputation."""
+    """Tell whether a call of this module now may begin a training step: no evaluation, no recomputation, no capture."""
     is_training = getattr(module, "training", False)  # modules that `torch.jit.freeze` returns do not have it
-    return is_training and torch.is_grad_enabled() and not is_in_backward()
+    return is_training and torch.is_grad_enabled() and not is_in_backward() and not is_captured()
 
 
-def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside the wrappers of a framework, which keep it in their attribute `optimizer`.
+def is_captured() -> bool:
+    """Tell whether this thread runs on fake tensors."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
-    Raises:
-        UsageError: it is no optimizer of PyTorch.
-    """
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return list_optimizers(optimizer)[0]
+
+class Steps(Protocol):
+    """Steps of a room, which begin and end as they are told."""
+
+    @property
+    def was_refused(self) -> bool:
+        """True if the running or last step was refused memory."""
+
+    def begin_step(self) -> None:
+        """Begin a step."""
+
+    def end_step(self, error: BaseException | None = None) -> None:
+        """End the running step. `error`: the exception that aborted it, if any."""
+
+
+class StepAborted(BaseException):
+    """Aborts a step that its program has given up."""
 
 
 class OptimizerSteps:
     """Runs the steps of a training loop in a room without a `with room.step():` in the loop.
 
     A step begins when the model is called in training mode with gradients on, and ends when the optimizer has made its
-    step. So it covers all micro-batches of gradient accumulation, and no evaluation or checkpoint between steps.
+    step. So it covers all micro-batches of gradient accumulation, and no evaluation or checkpoint between steps. If the
+    loop's first call is that of a part of the model, later calls of this part begin steps, too.
 
     With several optimizers a step ends when each has stepped, as in the training of a GAN. If one steps again before
-    the others have, each step of any optimizer ends one. If the model's call is never seen, as the loop calls another
-    method or a compiled function, each step begins where the last one ended. If optimizers step inside the backward
-    pass, or there are none, a step ends at the next call of the model after the backward pass. All of these give the
-    same results.
+    the others have, each step of any optimizer ends one. If no call is seen, as the loop calls a compiled function,
+    each step begins where the last one ended. If optimizers step inside the backward pass, or there are none, a step
+    ends at the next call of the model after the backward pass. All of these give the same results.
 
     Args:
-        room: of the loop.
+        steps: of the loop's room.
         model: as given to `elbowroom.fit`.
         optimizers: as given to `elbowroom.fit`, without the wrappers of frameworks.
-        first_called: a part of the model that the loop calls itself, if not the model.
         after_step: called after each step.
     """
 
     def __init__(
         self,
-        room: Room,
+        steps: Steps,
         model: torch.nn.Module,
         optimizers: Sequence[Optimizer],
         *,
-        first_called: torch.nn.Module | None = None,
         after_step: Callable[[], None] | None = None,
     ) -> None:
-        self._room = room
+        self._steps = steps
         self._optimizers = tuple(optimizers)
         self._after_step = after_step
         self._stepped: set[int] = set()
@@ -81,9 +90,9 @@ class OptimizerSteps:
         self._has_failed = False
         self._is_updating = False
         self._is_closed = False
-        entries = [*list_entries(model), *(() if first_called is None else (first_called,))]
-        self._model = model
-        self._calls = [self._attach(each) for each in {id(each): each for each in entries}.values()]
+        self._missed: set[int] = set()
+        self._models = list_models(model)
+        self._calls = ModelCalls(model, self._begin_before, self.note_failure)
         self._removals = [each.register_step_pre_hook(self._begin_update).remove for each in self._optimizers]
         self._removals += [each.register_step_post_hook(self._end_after).remove for each in self._optimizers]
         self._removals.append(listen(self))
@@ -100,7 +109,7 @@ class OptimizerSteps:
 
         The program may have caught that, to go on with this step or with another training.
         """
-        return self._is_running and (self._has_failed or self._is_updating or self._room.was_refused)
+        return self._is_running and (self._has_failed or self._is_updating or self._steps.was_refused)
 
     @property
     def begins_at_ends(self) -> bool:
@@ -110,7 +119,7 @@ class OptimizerSteps:
     def begin_at_ends(self) -> None:
         """Begin a step now, and each later one where the last one ended, whatever the program calls."""
         self._begins_at_end = True
-        self._detach_calls()
+        self._calls.close()
         self.begin()
 
     @undisturbed
@@ -120,7 +129,7 @@ class OptimizerSteps:
             self.require_own_thread()
             self._thread = threading.current_thread()
         try:
-            self._room.begin_step()
+            self._steps.begin_step()
         except BaseException:
             self._thread = None
             raise
@@ -138,7 +147,7 @@ class OptimizerSteps:
         self._stepped.clear()
         self._ends_at_next_call = False
         try:
-            self._room.end_step(error)
+            self._steps.end_step(error)
         finally:
             self._thread = None
         if self._after_step is not None and error is None:
@@ -151,7 +160,7 @@ class OptimizerSteps:
             UsageError: one does, and may go on.
         """
         other, own = self._thread, threading.current_thread()
-        has_failed = self._has_failed or self._room.was_refused
+        has_failed = self._has_failed or self._steps.was_refused
         if other is not None and other is not own and other.is_alive() and not has_failed:
             raise UsageError(
                 f"thread {own.name!r} trains while a training step of thread {other.name!r} runs, and the budget is "
@@ -168,26 +177,22 @@ class OptimizerSteps:
         if self._thread is threading.current_thread():
             self._has_failed = True
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Watch the loop no more. A running step is aborted. `error`: the exception that ended the loop, if any."""
-        try:
-            if error is not None or self._ends_at_next_call:
-                self.end(error)
-        finally:
-            self._is_running = False
-            self._is_closed = True
-            self._room.detach()  # first, as a running step has replaced calls after us
-            self._detach_calls()
-            for remove in self._removals:
-                remove()
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the running step if the program that has ended has done it, or with the error that has ended it."""
+        if error is not None or self._ends_at_next_call:
+            self.end(error)
 
-    def _detach_calls(self) -> None:
-        while self._calls:
-            self._calls.pop()()
+    def close(self) -> None:
+        """Watch the loop no more. A running step goes on; see `end`."""
+        self._is_closed = True
+        self._is_running = False
+        self._calls.close()
+        while self._removals:
+            self._removals.pop()()
 
     def before_compiled_call(self) -> None:
         """Begin a step if the compiled function may train the model, which it does not call."""
-        if self._is_closed or not starts_training(self._model):
+        if self._is_closed or not any(map(starts_training, self._models)):
             return
         if self._ends_at_next_call:
             self.end()
@@ -195,25 +200,11 @@ class OptimizerSteps:
             self.begin_at_ends()
 
     def switch(self, is_compiled: bool) -> None:
-        """Do nothing: no call of a module is replaced once a compiled function has begun a step."""
-
-    def _attach(self, module: torch.nn.Module) -> Callable[[], None]:
-        """Have `_begin_before` called before each call of a module. Return a function that ends this.
-
-        A forward hook would come too late for the room's own hooks to see the same call.
-        """
-        inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                if self._begin_before(module):
-                    return module(*args, **kwargs)  # once more, so that the room sees the call
-                return inner(*args, **kwargs)
-            except BaseException:
-                self.note_failure()
-                raise
-
-        return replace_call(module, call)
+        """Leave modules as they are in compiled code, whose graphs would be split by a replaced call."""
+        if not is_compiled:
+            self._calls.attach()
+        elif not self._is_running:
+            self._calls.detach()
 
     def _begin_before(self, module: torch.nn.Module) -> bool:
         """Begin a step if a call of this module begins one. Return True if it does."""
@@ -221,24 +212,34 @@ class OptimizerSteps:
             return False
         if self._ends_at_next_call:
             self.end()
-        if self._is_running or not starts_training(module):
+        if not starts_training(module):
             return False
+        if self._is_running and self._steps.was_refused:
+            self.end(StepAborted())
+        if self._is_running:
+            return False
+        self._calls.keep_only(module)
         self.begin()
         return True
 
     def _begin_update(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not self._is_closed and not is_in_backward():
+        if self._is_closed or is_captured():
+            return
+        if not is_in_backward():
             self.require_own_thread()
         self._is_updating = True
 
     def _end_after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._is_updating = False
-        if self._is_closed:
+        if self._is_closed or is_captured():
             return
         if is_in_backward():
             self._ends_at_next_call = True
             return
         if not self._is_running:
+            if id(optimizer) not in self._missed:  # a step without gradients may have made its state, for a checkpoint
+                self._missed.add(id(optimizer))
+                return
             self._begins_at_end = True
         is_again = id(optimizer) in self._stepped
         self._stepped.add(id(optimizer))
@@ -249,4 +250,4 @@ class OptimizerSteps:
             self._stepped.clear()
             self.end()
             if self._begins_at_end:
-                self.begin()
+                self.begin_at_ends()

@@ -1,0 +1,260 @@
+"""Loops that do not say where their steps begin and end: the same bits, and the budget held from the first step on."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import elbowroom
+from elbowroom.errors import Infeasible
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.room import Room
+from tests.state_jobs import BUDGET, MIN_BYTES, OutsideMeter, StateJob, adamw, list_tensors, make_batch, make_model
+
+STEPS = 6
+PLENTY = 1 << 30
+
+Loop = Callable[[StateJob], Iterator[None]]
+"""A training loop, which yields after each step."""
+
+
+def update(job: StateJob) -> None:
+    for optimizer in job.optimizers:
+        optimizer.step()
+    for optimizer in job.optimizers:
+        optimizer.zero_grad()
+
+
+def plainest(job: StateJob) -> Iterator[None]:
+    for index in range(STEPS):
+        job.model(make_batch(index)).square().mean().backward()
+        update(job)
+        yield
+
+
+def accumulating(job: StateJob) -> Iterator[None]:
+    for index in range(STEPS):
+        for part in range(3):
+            job.model(make_batch(3 * index + part)).square().mean().backward()
+        update(job)
+        yield
+
+
+def evaluating(job: StateJob) -> Iterator[None]:
+    for index in range(STEPS):
+        job.model(make_batch(index)).square().mean().backward()
+        update(job)
+        yield
+        job.model.eval()
+        with torch.no_grad():
+            job.model(make_batch(index, rows=3))
+        job.model.train()
+
+
+def calling_parts(job: StateJob) -> Iterator[None]:
+    for index in range(STEPS):
+        x = make_batch(index)
+        for part in job.model.children():
+            x = part(x)
+        x.square().mean().backward()
+        update(job)
+        yield
+
+
+def one_by_one(job: StateJob) -> Iterator[None]:
+    """As with a GAN, each optimizer steps after a backward pass of its own."""
+    for index in range(STEPS):
+        for optimizer in job.optimizers:
+            job.model(make_batch(index)).square().mean().backward()
+            optimizer.step()
+            for each in job.optimizers:
+                each.zero_grad()
+        yield
+
+
+def with_closures(job: StateJob) -> Iterator[None]:
+    for index in range(STEPS):
+        for optimizer in job.optimizers:
+
+            def close(optimizer: torch.optim.Optimizer = optimizer, index: int = index) -> float:
+                optimizer.zero_grad()
+                loss = job.model(make_batch(index)).square().mean()
+                loss.backward()
+                return loss.item()
+
+            optimizer.step(close)
+        yield
+
+
+def compiled(job: StateJob) -> Iterator[None]:
+    model = torch.compile(job.model, backend="aot_eager")
+    for index in range(STEPS):
+        model(make_batch(index)).square().mean().backward()
+        update(job)
+        yield
+
+
+def make_state_job(optimizers: int = 1) -> StateJob:
+    model = make_model()
+    parts = list(model.parameters())
+    each = -(-len(parts) // optimizers)
+    made = [adamw(parts[begin : begin + each]) for begin in range(0, len(parts), each)]
+    return StateJob(model, made, lambda _: None)
+
+
+def fit(job: StateJob, profile: HardwareProfile, budget_bytes: int = BUDGET, **options: Any) -> Room:
+    options = {"min_offload_bytes": MIN_BYTES, "profile": profile} | options
+    return elbowroom.fit(job.model, job.optimizers, budget_bytes, **options)
+
+
+def assert_nothing_attached(job: StateJob) -> None:
+    assert not any("_compiled_call_impl" in vars(each) for each in job.model.modules())
+    for optimizer in job.optimizers:
+        assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+        assert not optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", ["auto", "dynamic"])
+@pytest.mark.parametrize(
+    ("loop", "optimizers"),
+    [
+        *((plainest, 1), (plainest, 2), (accumulating, 1), (evaluating, 1), (calling_parts, 1), (one_by_one, 2)),
+        *((with_closures, 1), (compiled, 1)),
+    ],
+)
+def test_an_unchanged_loop_has_its_bits_and_its_budget(
+    loop: Loop, optimizers: int, mode: str, profile: HardwareProfile
+) -> None:
+    plain = make_state_job(optimizers)
+    for _ in loop(plain):
+        pass
+    torch._dynamo.reset()
+    meter, job = OutsideMeter(), make_state_job(optimizers)
+    with fit(job, profile, mode=mode) as room:
+        for index, _ in enumerate(loop(job)):
+            ended = len(room.journal().steps)
+            assert ended == index + 1 if loop is not compiled else ended in (index, index + 1)
+            if index == 0:
+                begin = meter.count_seconds()
+        meter.stop()
+        assert (room.journal().peak_bytes or 0) <= BUDGET
+        assert max(record.offloaded_bytes for record in room.journal().steps) > 0
+    assert meter.find_peak(begin) <= BUDGET
+    assert_nothing_attached(job)
+    expected, found = list_tensors(plain), list_tensors(job)
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_a_step_of_the_program_ends_the_search(profile: HardwareProfile) -> None:
+    job = make_state_job()
+    with fit(job, profile, PLENTY) as room:
+        job.model(make_batch(0)).square().mean().backward()  # begins a step, which `with` ends
+        with room.step():
+            assert not job.optimizers[0]._optimizer_step_post_hooks  # type: ignore[attr-defined]
+            update(job)
+        assert_nothing_attached(job)
+        assert len(room.journal().steps) == 2
+        job.model(make_batch(1)).square().mean().backward()
+        update(job)
+        assert len(room.journal().steps) == 2
+
+
+def test_what_is_no_training_begins_no_step(profile: HardwareProfile) -> None:
+    job = make_state_job()
+    with fit(job, profile, PLENTY) as room:
+        with torch.no_grad():
+            job.model(make_batch(0))
+        job.model.eval()
+        job.model(make_batch(0))
+        job.model.train()
+        get_optimizer_state_dict(job.model, job.optimizers)  # steps the optimizer, to have it make its state
+
+        def step() -> None:
+            job.model(make_batch(0)).square().mean().backward()
+            update(job)
+
+        elbowroom.smallest_budget(job.model, job.optimizers, step, profile=profile)
+        assert not room.journal().steps and not room._steps.is_inside
+        for index, _ in enumerate(plainest(job)):
+            assert len(room.journal().steps) == index + 1
+
+
+def test_the_budget_may_be_raised_after_a_refusal(profile: HardwareProfile) -> None:
+    def train(job: StateJob, rows: int) -> None:
+        job.model(make_batch(0, rows)).square().mean().backward()
+        update(job)
+
+    plain, job = make_state_job(), make_state_job()
+    with fit(job, profile) as room:
+        train(job, 8)
+        with pytest.raises(Infeasible):
+            train(job, 1 << 15)  # whose backward passes have no slices of this size
+        room.set_budget(PLENTY)
+        for _ in range(3):
+            train(job, 1 << 15)
+        assert [record.mode for record in room.journal().steps][1:]
+    train(plain, 8)
+    for _ in range(3):
+        train(plain, 1 << 15)
+    expected, found = list_tensors(plain), list_tensors(job)
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_a_dropped_room_says_so(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
+    job = make_state_job()
+    with caplog.at_level(logging.WARNING, "elbowroom"):
+        fit(job, profile, PLENTY)
+        gc.collect()
+    assert "keep what elbowroom.fit returns" in caplog.text
+    assert_nothing_attached(job)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "elbowroom"):
+        room = fit(job, profile, PLENTY)
+        next(plainest(job))
+        del room
+        gc.collect()
+    assert "keep what" not in caplog.text
+    assert_nothing_attached(job)
+
+
+def test_compiled_evaluation_before_training_is_one_graph(profile: HardwareProfile) -> None:
+    def count(within: bool) -> int:
+        graphs = 0
+
+        def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+            nonlocal graphs
+            graphs += 1
+            return graph.forward
+
+        torch._dynamo.reset()
+        job = make_state_job()
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            if within:
+                stack.enter_context(fit(job, profile, PLENTY))
+            model = torch.compile(job.model.eval(), backend=backend)
+            model(make_batch(0))
+            model(make_batch(1))
+        return graphs
+
+    assert count(within=True) == count(within=False)
+
+
+def test_a_part_in_torchscript_does_no_harm(profile: HardwareProfile) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), scripted)
+    job = StateJob(model, [adamw(model.parameters())], lambda _: None)
+    with fit(job, profile, PLENTY) as room:
+        for index, _ in enumerate(plainest(job)):
+            assert len(room.journal().steps) == index + 1
