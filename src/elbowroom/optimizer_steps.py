@@ -200,11 +200,7 @@ class OptimizerSteps:
             self.begin_at_ends()
 
     def switch(self, is_compiled: bool) -> None:
-        """Leave modules as they are in compiled code, whose graphs would be split by a replaced call."""
-        if not is_compiled:
-            self._calls.attach()
-        elif not self._is_running:
-            self._calls.detach()
+        """Do nothing: Dynamo compiles a module's own call, not the one that replaces it."""
 
     def _begin_before(self, module: torch.nn.Module) -> bool:
         """Begin a step if a call of this module begins one. Return True if it does."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
+from elbowroom.step_boundaries import StepBoundaries
 from tests.state_jobs import BUDGET, MIN_BYTES, OutsideMeter, StateJob, adamw, list_tensors, make_batch, make_model
 
 STEPS = 6
@@ -171,20 +172,22 @@ def test_a_step_of_the_program_ends_the_search(profile: HardwareProfile) -> None
 
 def test_what_is_no_training_begins_no_step(profile: HardwareProfile) -> None:
     job = make_state_job()
+
+    def step() -> None:
+        job.model(make_batch(0)).square().mean().backward()
+        update(job)
+
     with fit(job, profile, PLENTY) as room:
-        with torch.no_grad():
+        with mock.patch.object(StepBoundaries, "begin_step") as begin, torch.no_grad():
             job.model(make_batch(0))
-        job.model.eval()
-        job.model(make_batch(0))
-        job.model.train()
-        get_optimizer_state_dict(job.model, job.optimizers)  # steps the optimizer, to have it make its state
-
-        def step() -> None:
-            job.model(make_batch(0)).square().mean().backward()
-            update(job)
-
-        elbowroom.smallest_budget(job.model, job.optimizers, step, profile=profile)
-        assert not room.journal().steps and not room._steps.is_inside
+            job.model.eval()
+            with torch.enable_grad():
+                job.model(make_batch(0))
+            job.model.train()
+            get_optimizer_state_dict(job.model, job.optimizers)  # steps the optimizer, to have it make its state
+            with torch.enable_grad():
+                elbowroom.smallest_budget(job.model, job.optimizers, step, profile=profile)
+        assert not begin.called
         for index, _ in enumerate(plainest(job)):
             assert len(room.journal().steps) == index + 1
 
@@ -225,28 +228,6 @@ def test_a_dropped_room_says_so(profile: HardwareProfile, caplog: pytest.LogCapt
         gc.collect()
     assert "keep what" not in caplog.text
     assert_nothing_attached(job)
-
-
-def test_compiled_evaluation_before_training_is_one_graph(profile: HardwareProfile) -> None:
-    def count(within: bool) -> int:
-        graphs = 0
-
-        def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
-            nonlocal graphs
-            graphs += 1
-            return graph.forward
-
-        torch._dynamo.reset()
-        job = make_state_job()
-        with contextlib.ExitStack() as stack, torch.no_grad():
-            if within:
-                stack.enter_context(fit(job, profile, PLENTY))
-            model = torch.compile(job.model.eval(), backend=backend)
-            model(make_batch(0))
-            model(make_batch(1))
-        return graphs
-
-    assert count(within=True) == count(within=False)
 
 
 def test_a_part_in_torchscript_does_no_harm(profile: HardwareProfile) -> None:

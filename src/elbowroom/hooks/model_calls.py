@@ -29,30 +29,19 @@ class ModelCalls:
         self._fail = fail
         self._entries = list_entries(model)
         self._modules = list({id(each): each for each in (*model.modules(), *self._entries)}.values())
-        self._removals: list[Callable[[], None]] = []
-        self.attach()
-
-    def attach(self) -> None:
-        """Observe the calls again."""
-        if not self._removals:
-            self._removals = [self._observe(each) for each in self._modules]
-
-    def detach(self) -> None:
-        """Observe no calls, until `attach`."""
-        while self._removals:
-            self._removals.pop()()
+        self._removals = [self._observe(each) for each in self._modules]
 
     def keep_only(self, called: torch.nn.Module) -> None:
         """Observe no calls of parts any more but of this one, which the program calls itself."""
         if len(self._modules) > len(self._entries):
-            self.detach()
+            self.close()
             self._modules = list({id(each): each for each in (*self._entries, called)}.values())
-            self.attach()
+            self._removals = [self._observe(each) for each in self._modules]
 
     def close(self) -> None:
-        """Observe no calls ever again."""
-        self.detach()
-        self._modules = []
+        """Observe no calls any more."""
+        while self._removals:
+            self._removals.pop()()
 
     def _observe(self, module: torch.nn.Module) -> Callable[[], None]:
         inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
