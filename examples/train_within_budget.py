@@ -16,9 +16,8 @@ inputs, targets = torch.randn(2048, 512), torch.randint(0, 10, (2048,))
 
 with elbowroom.fit(model, optimizer, memory_budget="100MiB") as room:
     for _ in range(5):
-        with room.step():
-            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     print(room.report())

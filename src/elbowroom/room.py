@@ -184,7 +184,7 @@ class Room:
             raise UsageError("this room is detached; call elbowroom.fit again")
         self._steps.abort_found()
         if self._steps.is_inside:
-            raise UsageError("set_budget() inside a step: call it before or after room.step()")
+            raise UsageError("set_budget() inside a step: call it between steps")
         budget_bytes = parse_budget(memory_budget, self._job.device)
         if self._job.moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
             self._pager.make_room_between_steps(held_bytes - budget_bytes)
@@ -220,7 +220,7 @@ class Room:
             raise UsageError("this room is detached; call elbowroom.fit again")
         self._steps.abort_found()
         if self._steps.is_inside:
-            raise UsageError("load_state_dict() inside a step: call it before or after room.step()")
+            raise UsageError("load_state_dict() inside a step: call it between steps")
         if (learned := from_state(state)) is not None and self.config.mode != "dynamic":
             self._cache.adopt_learned(learned, self._job.count_parameters())
 
