@@ -17,7 +17,7 @@ import elbowroom
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
-from elbowroom.ir.slicing import SlicePass
+from elbowroom.ir.slicing import SlicePass, iterate_slices
 from elbowroom.native import library
 from elbowroom.runtime import slice_choice
 from elbowroom.runtime.slice_choice import Cut, SliceChooser
@@ -213,6 +213,28 @@ def test_samples_for_cuts_of_pointwise_ops_need_no_room(
         native.enter_scope(former)
         scope.close()
     assert cut is not None and cut.exactness.is_exact
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim])
+@pytest.mark.parametrize("sizes", [(130, 1500), (50, 137, 12)])
+def test_rows_of_odd_lengths_are_summed_in_slices_of_whole_vectors(
+    sizes: tuple[int, ...], op: Any, tmp_path: pathlib.Path
+) -> None:
+    """As for the gradient of a bias. What remains at the end of a row is summed in another order."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        rows = torch.randn(sizes).to(dtype)
+        call = bind(op, (rows, [0]), {})
+        result = op(rows, [0])
+        chooser = SliceChooser(is_exact=True)
+        chooser._store = ExactnessStore(tmp_path)
+        cut = chooser.choose(call, [result], [rows.nbytes // 7], 1 << 30)
+        assert cut is not None and not cut.is_larger
+        (slice_pass,) = cut.passes
+        (slices,) = zip(*iterate_slices(slice_pass, cut.parts[slice_pass]), strict=True)
+        assert len(slices) == cut.parts[slice_pass][0] > 2
+        (dimension,) = slice_pass.loops[0].reads
+        parts = [op(rows.narrow(dimension, begin, end - begin).contiguous(), [0]) for begin, end in slices]
+        assert torch.equal(torch.cat(parts, dimension - 1), result)
 
 
 def refuse() -> bool:

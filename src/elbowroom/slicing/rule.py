@@ -15,6 +15,10 @@ Alternatives = tuple[tuple[SlicePass, ...], ...]
 """Ways to cut an op, best first. Each is a sequence of passes that together compute all results."""
 
 
+VECTOR_BYTES = 128
+"""Bytes of the vectors that a kernel computes at a time, or a multiple of them."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartialRule:
     """Functions that compute a partial pass.
@@ -113,6 +117,15 @@ def cut(
     """Describe a pass of one loop (see `make_loop` and `make_pass`)."""
     loop = make_loop(call, length, reads, writes)
     return make_pass(call, [loop], unread=unread, results=results, sums=sums)
+
+
+def list_blocks(passes: Iterable[SlicePass], multiple: int) -> list[SlicePass]:
+    """Return the same passes in slices that begin at multiples, where all loops have more than two of these."""
+    return [
+        dataclasses.replace(each, loops=tuple(dataclasses.replace(loop, multiple=multiple) for loop in each.loops))
+        for each in passes
+        if all(loop.length > 2 * multiple for loop in each.loops)
+    ]
 
 
 def find_broadcast(call: OpCall, name: str, dimension: int, length: int) -> dict[str, int]:

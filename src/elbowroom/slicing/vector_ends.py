@@ -16,15 +16,13 @@ from elbowroom.slicing.bits import find_differing
 from elbowroom.slicing.numbers import describe_numbers
 from elbowroom.slicing.op_call import OpCall
 from elbowroom.slicing.random_data import Values, allocate_read, count_elements, fill
+from elbowroom.slicing.rule import VECTOR_BYTES
 from elbowroom.slicing.rules import pointwise, softmax
 
 SAMPLES = 1 << 13
 """Arguments that are tried, for each distribution; `ROUNDED` times as many of 16 bits, which hide most differences."""
 
 ROUNDED = 16
-
-STEP_BYTES = 128
-"""Bytes of the vectors that a loop computes at a time, or a multiple of them."""
 
 GRAIN = 32768
 """Elements below which PyTorch gives no work to another thread (`at::internal::GRAIN_SIZE`)."""
@@ -117,7 +115,7 @@ def are_whole_vectors(call: OpCall, sizes: Iterable[int]) -> bool:
         return False
     if any((each.shape, each.stride()) != (first.shape, first.stride()) for each in call.reads):
         return False
-    step = STEP_BYTES // min(each.element_size() for each in call.reads)
+    step = VECTOR_BYTES // min(each.element_size() for each in call.reads)
     return all(_is_whole(each, step) for each in (first.numel(), *sizes))
 
 
@@ -131,7 +129,7 @@ def ends_within_vector(call: OpCall, dimension: int | None, slices: Iterable[tup
     if dimension is None or dimension < reduced or first.device.type != "cpu":
         return False
     inner = math.prod(first.shape[reduced + 1 :])
-    step = STEP_BYTES // min(each.element_size() for each in call.reads)
+    step = VECTOR_BYTES // min(each.element_size() for each in call.reads)
     lengths = {inner, *(inner // max(1, first.shape[dimension]) * (end - begin) for begin, end in slices)}
     return len(lengths) > 1 and any(each % step for each in lengths)
 

@@ -13,15 +13,12 @@ import torch
 
 from elbowroom.slicing.op_call import OpCall
 from elbowroom.slicing.random_data import count_elements
-from elbowroom.slicing.rule import Alternatives, SliceRule, count_results, make_loop, make_pass
+from elbowroom.slicing.rule import VECTOR_BYTES, Alternatives, SliceRule, count_results, make_loop, make_pass
 
 NAMES = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 
 NUMBERS = frozenset(("state_steps", "lr", "grad_scale", "found_inf"))
 """Arguments that may be tensors, of one element each."""
-
-VECTOR_BYTES = 128
-"""Bytes of the vectors that a kernel computes at a time, or a multiple of them."""
 
 
 def _list_tensors(call: OpCall) -> list[torch.Tensor]:

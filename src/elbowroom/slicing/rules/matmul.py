@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
 
 from elbowroom.ir.slicing import SlicePass
 from elbowroom.slicing.op_call import OpCall
-from elbowroom.slicing.rule import Alternatives, SliceRule, cut, find_broadcast
+from elbowroom.slicing.rule import Alternatives, SliceRule, cut, find_broadcast, list_blocks
 
 BLOCK = 16
 """Rows and columns that kernels compute together. What is left over is added in another order, so slices of whole
@@ -32,7 +30,7 @@ def _find_passes(call: OpCall, left: str, right: str, added: str = "") -> Altern
         reads.update({} if is_row else {right: dimension})
         reads.update(find_broadcast(call, added, dimension, length) if added else {})
         found.append(cut(call, length, reads, {0: dimension + last}))
-    found += _list_blocks(found[-2:])
+    found += list_blocks(found[-2:], BLOCK)
     if not added:
         found.append(cut(call, first.shape[-1], {left: -1, right: -2}, {}, sums=True))
     return tuple((each,) for each in found)
@@ -44,17 +42,8 @@ def _find_passes_linear(call: OpCall) -> Alternatives:
         return ()
     found = [cut(call, some.shape[each], {"input": each}, {0: each}) for each in range(some.ndim - 1)]
     found.append(cut(call, weight.shape[0], {"weight": 0, "bias": 0}, {0: some.ndim - 1}))
-    found += _list_blocks(found)
+    found += list_blocks(found, BLOCK)
     return tuple((each,) for each in found)
-
-
-def _list_blocks(passes: Sequence[SlicePass]) -> list[SlicePass]:
-    """Return the same passes in slices of whole blocks, where a loop has several."""
-    return [
-        dataclasses.replace(each, loops=tuple(dataclasses.replace(loop, multiple=BLOCK) for loop in each.loops))
-        for each in passes
-        if all(loop.length > 2 * BLOCK for loop in each.loops)
-    ]
 
 
 def _make_rule(left: str, right: str, added: str = "") -> SliceRule:

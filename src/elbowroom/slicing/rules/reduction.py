@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 
 from elbowroom.slicing.op_call import OpCall
-from elbowroom.slicing.rule import Alternatives, SliceRule, count_results, cut
+from elbowroom.slicing.rule import VECTOR_BYTES, Alternatives, SliceRule, count_results, cut, list_blocks
 
 
 def _find_passes(call: OpCall, *, sums: bool) -> Alternatives:
     """Cut along each dimension that is not reduced.
+
+    Kernels compute rows that lie beside each other in whole vectors, and what remains at their end in another order.
+    Slices of whole vectors have the same end.
 
     Args:
         sums: the op is a sum, so it may also be cut along reduced dimensions.
@@ -26,7 +30,12 @@ def _find_passes(call: OpCall, *, sums: bool) -> Alternatives:
             continue
         result = each if is_kept else sum(other not in reduced for other in range(each))
         writes = dict.fromkeys(range(count_results(call)), result)
-        exact.append((cut(call, some.shape[each], {call.names[0]: each}, writes),))
+        found = cut(call, some.shape[each], {call.names[0]: each}, writes)
+        exact.append((found,))
+        if not reduced.intersection(range(each + 1, some.ndim)):
+            row_bytes = some.element_size() * math.prod(some.shape[each + 1 :])
+            vectors = VECTOR_BYTES // math.gcd(VECTOR_BYTES, row_bytes)
+            exact += [(blocks,) for blocks in list_blocks([found], vectors) if vectors > 1]
     return (*exact, *summed) if sums else tuple(exact)
 
 
