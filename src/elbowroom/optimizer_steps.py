@@ -92,7 +92,7 @@ class OptimizerSteps:
         self._is_closed = False
         self._missed: set[int] = set()
         self._models = list_models(model)
-        self._calls = ModelCalls(model, self._begin_before, self.note_failure)
+        self._calls: ModelCalls | None = ModelCalls(model, self)
         self._removals = [each.register_step_pre_hook(self._begin_update).remove for each in self._optimizers]
         self._removals += [each.register_step_post_hook(self._end_after).remove for each in self._optimizers]
         self._removals.append(listen(self))
@@ -119,7 +119,7 @@ class OptimizerSteps:
     def begin_at_ends(self) -> None:
         """Begin a step now, and each later one where the last one ended, whatever the program calls."""
         self._begins_at_end = True
-        self._calls.close()
+        self._stop_observing()
         self.begin()
 
     @undisturbed
@@ -186,9 +186,14 @@ class OptimizerSteps:
         """Watch the loop no more. A running step goes on; see `end`."""
         self._is_closed = True
         self._is_running = False
-        self._calls.close()
+        self._stop_observing()
         while self._removals:
             self._removals.pop()()
+
+    def _stop_observing(self) -> None:
+        calls, self._calls = self._calls, None  # which refer to this object, and so keep what it holds
+        if calls is not None:
+            calls.close()
 
     def before_compiled_call(self) -> None:
         """Begin a step if the compiled function may train the model, which it does not call."""
@@ -202,7 +207,7 @@ class OptimizerSteps:
     def switch(self, is_compiled: bool) -> None:
         """Do nothing: Dynamo compiles a module's own call, not the one that replaces it."""
 
-    def _begin_before(self, module: torch.nn.Module) -> bool:
+    def before_call(self, module: torch.nn.Module) -> bool:
         """Begin a step if a call of this module begins one. Return True if it does."""
         if self._is_closed or is_in_backward():
             return False
@@ -214,7 +219,8 @@ class OptimizerSteps:
             self.end(StepAborted())
         if self._is_running:
             return False
-        self._calls.keep_only(module)
+        if self._calls is not None:
+            self._calls.keep_only(module)
         self.begin()
         return True
 

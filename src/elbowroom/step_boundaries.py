@@ -85,8 +85,9 @@ class StepBoundaries:
         """Abort a running step of this thread, and find no more."""
         if self.is_inside_own:
             self.end_step(StepAborted())
-        if self._found is not None:
-            self._found.close()
+        if (found := self._found) is not None:
+            self._found = None
+            found.close()
 
     def begin_step(self) -> None:
         """Begin a step. Errors: as for `Room.begin_step`."""
