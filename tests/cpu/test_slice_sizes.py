@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import pathlib
@@ -235,6 +236,31 @@ def test_rows_of_odd_lengths_are_summed_in_slices_of_whole_vectors(
         (dimension,) = slice_pass.loops[0].reads
         parts = [op(rows.narrow(dimension, begin, end - begin).contiguous(), [0]) for begin, end in slices]
         assert torch.equal(torch.cat(parts, dimension - 1), result)
+
+
+@pytest.mark.parametrize("mode", ["auto", "dynamic"])
+def test_small_tensors_leave_where_data_takes_most_of_the_budget(mode: str, profile: HardwareProfile) -> None:
+    """The data take 2.65 MB, and arguments of 128 KiB are not large beside the budget."""
+
+    def make() -> StateJob:
+        torch.manual_seed(0)
+        layers = (nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.1))
+        model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(4) for layer in layers))
+        data = torch.randn(5180, 128)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(index: int) -> torch.Tensor:
+            torch.manual_seed(index)
+            loss = model(data[torch.randint(0, 5180, (256,))]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return StateJob(model, [optimizer], step)
+
+    found = run_within(make, profile, 2_950_000, 3, min_offload_bytes=1 << 12, mode=mode)
+    assert_same(run_plain(make, 3), found)
 
 
 def refuse() -> bool:

@@ -481,7 +481,7 @@ def test_memory_in_files_is_not_counted(tmp_path: pathlib.Path) -> None:
     former = native.enter_scope(scope)
     try:
         with memory_in_files(str(tmp_path)):
-            large, small = torch.ones(1 << 20), torch.ones(1 << 10)
+            large, small = torch.ones(1 << 20), torch.ones(1 << 9)
             with memory_in_files(None):
                 other = torch.ones(1 << 19)
         assert scope.live_bytes == small.nbytes + other.nbytes

@@ -159,7 +159,7 @@ void bind_ledger(py::module_& module) {
         return set_file_folder(std::move(folder));
       },
       py::arg("folder"),
-      "Put this thread's blocks of 64 KiB and more into temporary files of a folder, uncounted; \"\" ends that. Returns the "
+      "Put this thread's blocks of 4 KiB and more into temporary files of a folder, uncounted; \"\" ends that. Returns the "
       "former folder.");
   module.def(
       "enter_scope", &Ledger::enter, py::return_value_policy::reference, py::arg("scope"),

@@ -14,7 +14,7 @@ namespace elbowroom {
 
 namespace {
 
-constexpr size_t LEAST_IN_FILE = 1 << 16;
+constexpr size_t LEAST_IN_FILE = 1 << 12;
 
 thread_local std::string file_folder;
 

@@ -15,6 +15,9 @@ from elbowroom.runtime.watched_uses import show_moves
 LARGE = 8
 """Arguments and results above this share of the budget are away while their op runs in slices."""
 
+LEAST_BYTES = 4096
+"""Smaller ones stay, even if most of the budget is taken by what cannot leave."""
+
 
 class LargeTensors:
     """Large tensors of one room, which are read and written in sections.
@@ -27,6 +30,7 @@ class LargeTensors:
         self._pager = pager
         self._sections = pager.sections
         self._table: Any = None
+        self._budget_bytes = 0
         self._limit_bytes = 0
 
     def begin_step(self, budget_bytes: int, table: Any) -> None:
@@ -35,12 +39,26 @@ class LargeTensors:
         Args:
             table: of the step's storages.
         """
-        self._limit_bytes = budget_bytes // LARGE
+        if budget_bytes != self._budget_bytes:
+            self._budget_bytes = budget_bytes
+            self._limit_bytes = budget_bytes // LARGE
         self._table = table
 
     def is_large(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor's storage is too large."""
         return tensor.untyped_storage().nbytes() > self._limit_bytes
+
+    def include_next(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Have the largest tensors among an op's arguments and results that are not large count as large, until the
+        budget changes. Return False if there are none.
+
+        If much of the budget is taken by what cannot leave, such as a data set, smaller ones are too large, too.
+        """
+        sizes = [each.untyped_storage().nbytes() for each in tensors]
+        found = max((each for each in sizes if LEAST_BYTES <= each <= self._limit_bytes), default=0)
+        if found:
+            self._limit_bytes = found - 1
+        return found > 0
 
     def make(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a tensor whose bytes are away, and not written yet.

@@ -139,14 +139,21 @@ class SliceChooser:
         if str(call.op) in ELEMENTWISE:
             with contextlib.suppress(*NO_ROOM, RuntimeError), memory_in_files(folder):
                 find_telling(call)  # its answer is kept
+
+        def probe(share: float) -> dict[SlicePass, Exactness]:
+            asked = parts
+            if str(call.op) in ELEMENTWISE and find_telling(call) is None:
+                asked = {each: tuple(loop.length for loop in each.loops) for each in passes}  # any others, too
+            found = probe_each(
+                call, passes, asked.__getitem__, store=self._store, limit_bytes=share * budget_bytes, folder=folder
+            )
+            return {each: answer for each, answer in found.items() if answer.is_exact}
+
         for share in PROBED:
             with contextlib.suppress(*NO_ROOM):
-                if str(call.op) in ELEMENTWISE and find_telling(call) is None:
-                    parts = {each: tuple(loop.length for loop in each.loops) for each in passes}  # any others, too
-                found = probe_each(
-                    call, passes, parts.__getitem__, store=self._store, limit_bytes=share * budget_bytes, folder=folder
-                )
-                return {each: answer for each, answer in found.items() if answer.is_exact}
+                return probe(share)
+        with contextlib.suppress(*NO_ROOM, RuntimeError), memory_in_files(folder):
+            return probe(PROBED[0])  # little is free, of whatever budget
         return {}
 
 

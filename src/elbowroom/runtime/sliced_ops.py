@@ -127,7 +127,7 @@ class SlicedOps(TorchDispatchMode):
             return False
         refusal.__context__ = refusal.__cause__ = None  # their frames hold tensors, as its own do
         self._refusals[key] = refusal.with_traceback(None)
-        self._sizes.setdefault(key, SliceSizes(max(1, self._budget_bytes // SLICE)))
+        self._sizes.setdefault(key, self._make_sizes())
         return True
 
     def __torch_dispatch__(
@@ -173,7 +173,7 @@ class SlicedOps(TorchDispatchMode):
             restore: called before it begins again.
             given: tensors for its results, if they exist already. It does not wait then.
         """
-        sizes = self._sizes.get(key) or SliceSizes(max(1, self._budget_bytes // SLICE))
+        sizes = self._sizes.get(key) or self._make_sizes()
         targets = [call.reads[index] for index in find_targets(call)]
         self._large.page_out(targets)  # so that an error leaves what they hold
         page_out = self._large.watch([*call.reads, *self._waiting.list_read()])
@@ -183,8 +183,11 @@ class SlicedOps(TorchDispatchMode):
                 pass  # a probe may have had no room
             cut = cut or self._choose(call, described, sizes, sizes.list_all())
             if cut is None:
-                if not sizes.exclude():
+                if sizes.exclude():
+                    continue
+                if not self._large.include_next([*call.reads, *described]):
                     break
+                sizes = self._make_sizes()
                 continue
             if given is None and sizes.cut is not None and sizes.overlaps:
                 waiting = self._have_wait(call, cut, described)
@@ -199,13 +202,18 @@ class SlicedOps(TorchDispatchMode):
                 return found
             refusal = found
             if not page_out() and not sizes.go_on(cut):
-                break
+                if not self._large.include_next([*call.reads, *described]):
+                    break
+                sizes = self._make_sizes()
             restore()
         explained = self._explain(key, call)
         if isinstance(refusal, Infeasible):
             refusal.op = str(call.op)  # not the request in the middle of a slice
             refusal.add(f"{call.op} runs in slices, and the smallest that may be used have no room.")
         raise refusal or explained
+
+    def _make_sizes(self) -> SliceSizes:
+        return SliceSizes(max(1, self._budget_bytes // SLICE))
 
     @property
     def has_waiting(self) -> bool:

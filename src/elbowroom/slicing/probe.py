@@ -167,7 +167,7 @@ def _probe_in_files(
 
 @contextlib.contextmanager
 def memory_in_files(folder: str | None) -> Iterator[None]:
-    """Have this thread's tensors of 64 KiB and more in files of a folder, uncounted; None: in memory again."""
+    """Have this thread's tensors of 4 KiB and more in files of a folder, uncounted; None: in memory again."""
     native = library.load()
     former = native.set_file_folder(folder or "")
     try:
