@@ -89,12 +89,12 @@ def read_config(environment: Mapping[str, str] | None = None, **given: object) -
     environment = os.environ if environment is None else environment
     values: dict[str, object] = {}
     for field in dataclasses.fields(Config):
-        text = environment.get(PREFIX + field.name.upper())
+        variable = PREFIX + field.name.upper()
         value = given.pop(field.name, None)
-        if value is None and text:
-            value = text
         if value is not None:
-            values[field.name] = _read_value(field.name, value)
+            values[field.name] = _read_value(field.name, value, field.name)
+        elif text := environment.get(variable):
+            values[field.name] = _read_value(field.name, text, variable)
     if given:
         known = ", ".join(field.name for field in dataclasses.fields(Config))
         raise UsageError(f"unknown options {sorted(given)}; the options are: {known}")
@@ -105,16 +105,26 @@ def read_budget_variable(environment: Mapping[str, str] | None = None) -> str | 
     """Return $ELBOWROOM_MEMORY_BUDGET: an amount, or "shared". None if it is not set or empty.
 
     The former variable, ELBOWROOM_BUDGET, still works, with a `FutureWarning`.
+
+    Raises:
+        UsageError: it is malformed.
     """
     environment = os.environ if environment is None else environment
-    if budget := environment.get(BUDGET_VARIABLE):
-        return budget
-    if budget := environment.get(FORMER_BUDGET_VARIABLE):
+    variable = BUDGET_VARIABLE
+    if not environment.get(variable) and environment.get(FORMER_BUDGET_VARIABLE):
+        variable = FORMER_BUDGET_VARIABLE
         warnings.warn(f"the variable {FORMER_BUDGET_VARIABLE} is now {BUDGET_VARIABLE}", FutureWarning, stacklevel=2)
+    budget = environment.get(variable)
+    if budget and budget != "shared":
+        try:
+            parse_bytes(budget, device_bytes=1 << 40)  # of whatever device
+        except ValueError as error:
+            raise UsageError(f"{variable}: {error}") from error
     return budget or None
 
 
-def _read_value(name: str, value: object) -> object:
+def _read_value(name: str, value: object, given_as: str) -> object:
+    """Return the value of an option. `given_as`: its name, or that of the variable that sets it."""
     try:
         if name.endswith("_bytes"):
             # `parse_bytes` rejects 0, but a limit may be 0.
@@ -141,4 +151,4 @@ def _read_value(name: str, value: object) -> object:
             raise ValueError(f"there are: {', '.join(CHOICES[name])}")
         return text
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"invalid {name}={value!r}: {error}") from error
+        raise UsageError(f"invalid {given_as}={value!r}: {error}") from error

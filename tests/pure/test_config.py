@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from elbowroom.config import Config, read_config
+from elbowroom.config import Config, read_budget_variable, read_config
 from elbowroom.errors import ElbowroomError, UsageError
 
 
@@ -109,3 +109,14 @@ def test_unknown_options_are_refused_with_the_known_ones() -> None:
         read_config({}, spil_folder="/tmp")
     assert isinstance(caught.value, ElbowroomError)
     assert isinstance(caught.value, ValueError)
+
+
+def test_a_bad_variable_is_named() -> None:
+    with pytest.raises(UsageError, match=r"invalid ELBOWROOM_MODE='fast'.*auto, dynamic"):
+        read_config({"ELBOWROOM_MODE": "fast"})
+    for variable, value in (("ELBOWROOM_MEMORY_BUDGET", "much"), ("ELBOWROOM_MEMORY_BUDGET", "0%")):
+        with pytest.raises(UsageError, match=f"{variable}: "):
+            read_budget_variable({variable: value})
+    with pytest.warns(FutureWarning), pytest.raises(UsageError, match="ELBOWROOM_BUDGET: "):
+        read_budget_variable({"ELBOWROOM_BUDGET": "3 pounds"})
+    assert [read_budget_variable({"ELBOWROOM_MEMORY_BUDGET": each}) for each in ("60%", "shared")] == ["60%", "shared"]

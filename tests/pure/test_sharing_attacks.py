@@ -36,7 +36,7 @@ from elbowroom.sharing.messages import (
 )
 from elbowroom.sharing.transport import client as client_module
 from elbowroom.sharing.transport import processes
-from elbowroom.sharing.transport.client import BrokerClient
+from elbowroom.sharing.transport.client import BrokerClient, ask_status
 from tests.pure.test_sharing_broker import join
 from tests.pure.test_sharing_transport import BROKER, MIB, Stage, stage, wait_until
 
@@ -230,6 +230,14 @@ def listen(stage: Stage, backlog: int) -> socket.socket:
 def test_a_stopped_broker_does_not_block_a_job_that_starts(stage: Stage) -> None:
     with listen(stage, 0), stage.connect(), pytest.raises(UsageError, match="does not answer"):
         BrokerClient(stage.address, name="job", floor_bytes=1, held_bytes=0)
+
+
+def test_the_socket_of_a_killed_broker_is_no_broker(stage: Stage) -> None:
+    listen(stage, 0).close()
+    with pytest.raises(UsageError, match=r"no broker serves .*elbowroom share"):
+        BrokerClient(stage.address, name="job", floor_bytes=1, held_bytes=0)
+    with pytest.raises(UsageError, match=r"no broker serves .*elbowroom share"):
+        ask_status(stage.address)
 
 
 @pytest.mark.usefixtures("short_sends")

@@ -93,7 +93,7 @@ class Options:
         """
         for name in names:
             if name in self.given:
-                raise UsageError(f"{name} does not fit {owner}: {reason}; leave it out")
+                raise UsageError(f"{name} does not fit {owner}: {reason}")
 
 
 def _check_device(device: str) -> None:

@@ -74,11 +74,17 @@ class BrokerAddress:
             UsageError: they do not.
         """
         if not self.socket.exists():
-            raise UsageError(
-                f"no broker serves {self.device}: start one with `elbowroom share --device {self.device} --memory ...`"
-            )
+            raise self.explain(ConnectionRefusedError())
         _check_own(self.folder, "a folder", stat.S_ISDIR)
         _check_own(self.socket, "a socket", stat.S_ISSOCK)
+
+    def explain(self, error: Exception) -> UsageError:
+        """Return the error for a broker that cannot be reached. A broker that was killed leaves its socket."""
+        if isinstance(error, ConnectionRefusedError):
+            return UsageError(
+                f"no broker serves {self.device}: start one with `elbowroom share --device {self.device} --memory ...`"
+            )
+        return UsageError(f"the broker of {self.device} does not answer: {error}")
 
     def take_lock(self) -> int:
         """Lock the device for this process. Return the file descriptor, which keeps the lock while it is open.

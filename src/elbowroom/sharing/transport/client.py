@@ -299,7 +299,7 @@ class BrokerClient:
                 self._changed.notify_all()
         except OSError as error:
             connection.close()
-            raise UsageError(f"the broker of {self._address.device} does not answer: {error}") from error
+            raise self._address.explain(error) from error
 
     def _update(self, **fields: Any) -> None:
         """Note what the job will say when it joins again."""
@@ -393,7 +393,7 @@ def ask_status(address: BrokerAddress) -> StatusReply:
             with connection.makefile("rb") as lines:
                 reply = decode_message(lines.readline(LONGEST_REPLY_BYTES), limit_bytes=LONGEST_REPLY_BYTES)
         except (OSError, BadMessage) as error:
-            raise UsageError(f"the broker of {address.device} does not answer: {error}") from error
+            raise address.explain(error) from error
     if not isinstance(reply, StatusReply):
         raise UsageError(f"the broker of {address.device} refuses: {reply}")
     return reply
