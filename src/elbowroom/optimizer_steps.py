@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elbowroom.errors import UsageError
 from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import stay_watched, undisturbed
 from elbowroom.hooks.model_calls import ModelCalls
 from elbowroom.hooks.several_models import list_models
+
+logger = logging.getLogger(__name__)
+
+LATE = (
+    "the calls of the model do not tell where training steps begin, so the first ones were not within the budget. From "
+    "now on each step begins where the last one ended. `with room.step():` around each tells it from the first one on"
+)
+
+OTHER = (
+    "the model is updated by an optimizer that elbowroom.fit was not given: its state stays in memory. Call detach(), "
+    "and fit with the optimizer that trains"
+)
 
 
 def is_in_backward() -> bool:
@@ -22,9 +36,14 @@ def is_in_backward() -> bool:
 
 
 def starts_training(module: torch.nn.Module) -> bool:
-    """Tell whether a call of this module now may begin a training step: no evaluation, no recomputation, no capture."""
+    """Tell whether a call of this module now may begin a training step: no evaluation, no recomputation, no capture.
+
+    Within a transform of `torch.func` the module may have tensors of the transform.
+    """
     is_training = getattr(module, "training", False)  # modules that `torch.jit.freeze` returns do not have it
-    return is_training and torch.is_grad_enabled() and not is_in_backward() and not is_captured()
+    if not is_training or not torch.is_grad_enabled() or is_in_backward() or is_captured():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
 
 
 def is_captured() -> bool:
@@ -95,6 +114,7 @@ class OptimizerSteps:
         self._calls: ModelCalls | None = ModelCalls(model, self)
         self._removals = [each.register_step_pre_hook(self._begin_update).remove for each in self._optimizers]
         self._removals += [each.register_step_post_hook(self._end_after).remove for each in self._optimizers]
+        self._removals.append(register_optimizer_step_post_hook(self._end_after_other).remove)
         self._removals.append(listen(self))
         stay_watched()  # steps may begin and end in compiled functions
 
@@ -119,7 +139,8 @@ class OptimizerSteps:
     def begin_at_ends(self) -> None:
         """Begin a step now, and each later one where the last one ended, whatever the program calls."""
         self._begins_at_end = True
-        self._stop_observing()
+        if self._calls is not None:
+            self._calls.close()
         self.begin()
 
     @undisturbed
@@ -186,14 +207,11 @@ class OptimizerSteps:
         """Watch the loop no more. A running step goes on; see `end`."""
         self._is_closed = True
         self._is_running = False
-        self._stop_observing()
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None  # which refers to this object, and so keeps what it holds
         while self._removals:
             self._removals.pop()()
-
-    def _stop_observing(self) -> None:
-        calls, self._calls = self._calls, None  # which refer to this object, and so keep what it holds
-        if calls is not None:
-            calls.close()
 
     def before_compiled_call(self) -> None:
         """Begin a step if the compiled function may train the model, which it does not call."""
@@ -211,16 +229,19 @@ class OptimizerSteps:
         """Begin a step if a call of this module begins one. Return True if it does."""
         if self._is_closed or is_in_backward():
             return False
-        if self._ends_at_next_call:
+        if self._ends_at_next_call and self._thread is threading.current_thread():
             self.end()
         if not starts_training(module):
             return False
+        if self._ends_at_next_call:
+            self.end()
         if self._is_running and self._steps.was_refused:
             self.end(StepAborted())
         if self._is_running:
             return False
         if self._calls is not None:
-            self._calls.keep_only(module)
+            self._calls.keep(module)
+        self._missed.clear()
         self.begin()
         return True
 
@@ -241,7 +262,11 @@ class OptimizerSteps:
         if not self._is_running:
             if id(optimizer) not in self._missed:  # a step without gradients may have made its state, for a checkpoint
                 self._missed.add(id(optimizer))
+                if self._calls is not None:
+                    self._calls.keep_all()
                 return
+            if not self._begins_at_end:
+                logger.warning(LATE)
             self._begins_at_end = True
         is_again = id(optimizer) in self._stepped
         self._stepped.add(id(optimizer))
@@ -253,3 +278,14 @@ class OptimizerSteps:
             self.end()
             if self._begins_at_end:
                 self.begin_at_ends()
+
+    def _end_after_other(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """End a step after an optimizer that was made later has updated the model."""
+        if not self._is_running or optimizer in self._optimizers or is_captured() or is_in_backward():
+            return
+        own = {id(each) for model in self._models for each in model.parameters()}
+        if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+            logger.warning(OTHER)
+            self._removals.append(optimizer.register_step_post_hook(self._end_after).remove)
+            self._optimizers = (*self._optimizers, optimizer)
+            self.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -211,6 +212,118 @@ def test_the_budget_may_be_raised_after_a_refusal(profile: HardwareProfile) -> N
         train(plain, 1 << 15)
     expected, found = list_tensors(plain), list_tensors(job)
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+class DoublesInCall(nn.Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(2 * x)  # type: ignore[no-any-return]
+
+
+def test_a_call_of_the_class_itself_runs_once(profile: HardwareProfile) -> None:
+    def train(within: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = DoublesInCall(64, 64)
+        job = StateJob(model, [adamw(model.parameters())], lambda _: None)
+        room = fit(job, profile, PLENTY) if within else None
+        for _ in plainest(job):
+            pass
+        if room is not None:
+            room.detach()
+        return model.weight.detach()
+
+    assert torch.equal(train(within=True), train(within=False))
+
+
+@pytest.mark.parametrize("mode", ["auto", "dynamic"])
+def test_a_model_that_is_called_within_a_transform(mode: str, profile: HardwareProfile) -> None:
+    """Its tensors are wrapped there, so no step can begin."""
+
+    def train(within: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        room = elbowroom.fit(model, optimizer, PLENTY, profile=profile, mode=mode) if within else None
+
+        def count_loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+        for index in range(4):
+            parameters = {name: each.detach() for name, each in model.named_parameters()}
+            for_each = torch.func.vmap(torch.func.grad(count_loss), in_dims=(None, 0))
+            found = for_each(parameters, make_batch(index)[:, :8])
+            for name, each in model.named_parameters():
+                each.grad = found[name].mean(0)
+            optimizer.step()
+        if room is not None:
+            assert len(room.journal().steps) == 2
+            room.detach()
+        return [each.detach() for each in model.parameters()]
+
+    assert all(map(torch.equal, train(within=True), train(within=False)))
+
+
+def test_evaluation_in_another_thread_ends_no_step(profile: HardwareProfile) -> None:
+    """Where optimizers step in the backward pass, a step ends at the next call of the model in its own thread."""
+    model = make_model(2)
+    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+
+    def update_one(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(update_one)
+    errors: list[BaseException] = []
+
+    def evaluate() -> None:
+        try:
+            with torch.no_grad():
+                model(make_batch(0))
+        except BaseException as error:  # the thread would swallow it
+            errors.append(error)
+
+    with elbowroom.fit(model, optimizers.values(), PLENTY, profile=profile) as room:
+        for index in range(3):
+            model(make_batch(index)).square().mean().backward()
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            thread.join()
+        assert len(room.journal().steps) == 2
+    assert not errors
+
+
+def test_parts_that_are_trained_in_turn(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
+    job = make_state_job()
+    first, second, *_ = job.model.children()
+    with caplog.at_level(logging.WARNING, "elbowroom"), fit(job, profile, PLENTY) as room:
+        for index in range(6):
+            part = (first, second)[index % 2]
+            part(make_batch(index)).square().mean().backward()
+            update(job)
+        assert len(room.journal().steps) == 5, "the second part is noticed when it has been updated"
+    assert not caplog.text
+
+
+def test_steps_that_are_found_late_are_told(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
+    job = make_state_job()
+    job.model.eval()
+    with caplog.at_level(logging.WARNING, "elbowroom"), fit(job, profile, PLENTY) as room:
+        for _ in plainest(job):
+            pass
+        assert len(room.journal().steps) == STEPS - 2
+    assert caplog.text.count("the calls of the model do not tell where training steps begin") == 1
+
+
+def test_a_new_optimizer_ends_steps(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
+    job = make_state_job()
+    with caplog.at_level(logging.WARNING, "elbowroom"), fit(job, profile, PLENTY) as room:
+        job.optimizers = [torch.optim.SGD(job.model.parameters(), lr=0.1)]
+        for _ in plainest(job):
+            pass
+        assert STEPS - 2 <= len(room.journal().steps) < STEPS
+        assert not room._steps.is_inside
+    assert caplog.text.count("an optimizer that elbowroom.fit was not given") == 1
+    assert_nothing_attached(job)
 
 
 def test_a_dropped_room_says_so(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:

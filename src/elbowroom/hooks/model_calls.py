@@ -21,7 +21,7 @@ class CallListener(Protocol):
 
 
 class ModelCalls:
-    """Tells a listener of the calls of a model and of all its parts, until `keep_only`.
+    """Tells a listener of the calls of a model and of all its parts; after `keep`, only of that one and the model.
 
     A forward hook would come too late for the room's own hooks to see the same call.
 
@@ -31,16 +31,23 @@ class ModelCalls:
     """
 
     def __init__(self, model: torch.nn.Module, listener: CallListener) -> None:
+        self._model = model
         self._listener = listener
-        self._entries = list_entries(model)
+        self._called = list_entries(model)
+        self._keeps_all = False
         self._removals: list[Callable[[], None]] = []
-        self._observe((*model.modules(), *self._entries))
+        self._observe((*model.modules(), *self._called))
 
-    def keep_only(self, called: torch.nn.Module) -> None:
+    def keep_all(self) -> None:
+        """Observe the calls of all parts from now on: the program calls several."""
+        self._keeps_all = True
+        self._observe((*self._model.modules(), *self._called))
+
+    def keep(self, called: torch.nn.Module) -> None:
         """Observe no calls of parts any more but of this one, which the program calls itself."""
-        if len(self._removals) > len(self._entries):
-            self.close()
-            self._observe((*self._entries, called))
+        if not self._keeps_all and len(self._removals) > len(self._called):
+            self._called.append(called)
+            self._observe(self._called)
 
     def close(self) -> None:
         """Observe no calls any more."""
@@ -48,6 +55,7 @@ class ModelCalls:
             self._removals.pop()()
 
     def _observe(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.close()
         once = {id(each): each for each in modules}
         self._removals = [_observe(each, self._listener) for each in once.values()]
 
@@ -58,8 +66,8 @@ def _observe(module: torch.nn.Module, listener: CallListener) -> Callable[[], No
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            if listener.before_call(module):
-                return module(*args, **kwargs)
+            if listener.before_call(module):  # not `module(...)`: its class may have a `__call__` of its own
+                return (module._compiled_call_impl or module._call_impl)(*args, **kwargs)
             return inner(*args, **kwargs)
         except BaseException:
             listener.note_failure()
