@@ -41,11 +41,15 @@ class CaptureSchedule:
     Attributes:
         reason: why steps run without a plan, as far as that is known.
         captures: captured steps since the last one that was planned.
+        capture_seconds: that the last captured step took.
+        awaited_bytes: first saves of the kinds of step that are worth a plan.
     """
 
     def __init__(self) -> None:
         self.reason = UNKNOWN
         self.captures = 0
+        self.capture_seconds = 0.0
+        self.awaited_bytes: set[int] = set()
         self._futile = 0
         self._next = 0
         self._lacked_needs = False  # the last futile capture
@@ -68,13 +72,16 @@ class CaptureSchedule:
         return (self._has_recurred or not knows_some) and step >= self._next
 
     def awaits_unknown(self, step: int) -> bool:
-        """Return True if a step that begins now is captured if its first save tells that it is of an unknown kind."""
+        """Return True if a step that begins now is captured if its first save tells that it is of an awaited kind."""
         if not self._awaited or step < self._next:
             return False
         self._awaited -= 1
+        if not self._awaited:  # they do not come any more
+            self._has_recurred = False
+            self.awaited_bytes.clear()
         return True
 
-    def note_recurrence(self, step: int, *, is_unlike_any: bool) -> None:
+    def note_recurrence(self, step: int, first_bytes: int | None) -> None:
         """Note that a kind of step without a plan has recurred, and is worth one.
 
         If the next capture met another kind, it is expected again after as many steps as passed since the last time:
@@ -82,18 +89,22 @@ class CaptureSchedule:
 
         Args:
             step: of that kind.
-            is_unlike_any: whether its first save tells. What differs later on is captured only from its beginning.
+            first_bytes: of its first save, which tells; None if steps of known kinds begin alike. What differs later on
+                is captured only from its beginning.
         """
         if self._has_recurred and 0 < self._futile <= MOST_EXPECTED:
             self._next = step + step - self._recurred_at
         self._has_recurred, self._recurred_at = True, step
-        self._awaited = MOST_STEPS_AWAITED if is_unlike_any else 0
+        self._awaited = 0 if first_bytes is None else MOST_STEPS_AWAITED
+        if first_bytes is not None:
+            self.awaited_bytes.add(first_bytes)
 
     def note_success(self) -> None:
         """Note that a captured step has got its plan."""
         self._futile = 0
         self._has_recurred = False
         self._awaited = 0
+        self.awaited_bytes.clear()
 
     def note_followed(self, plan: Plan, *, is_whole: bool) -> None:
         """Note that a step has followed a plan.

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import statistics
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
 from elbowroom.cost.prediction_check import is_off
@@ -47,6 +47,9 @@ GAIN = 0.1
 STEADY = 16
 """Consecutive expected steps after which the next step is assumed to be of the expected kind."""
 
+RECENT, OFTEN = 16, 0.25
+"""Steps, and the share of them that are of a known kind, below which the next one is expected to be of none."""
+
 
 class PlanCache:
     """Caches the plans of steps, and detects which steps recur.
@@ -67,6 +70,7 @@ class PlanCache:
         self.entries: list[PlanCacheEntry] = []
         self._seen: OrderedDict[int, float] = OrderedDict()  # seconds that plans would have saved
         self._steady = STEADY
+        self._recent: deque[bool] = deque(maxlen=RECENT)  # whether steps were of a known kind
 
     @property
     def current(self) -> PlanCacheEntry | None:
@@ -78,25 +82,34 @@ class PlanCache:
         """True if recent steps were of several kinds."""
         return self._steady < STEADY
 
+    @property
+    def knows_few(self) -> bool:
+        """True if hardly any of the recent steps was of a known kind."""
+        return len(self._recent) == RECENT and sum(self._recent) < OFTEN * RECENT
+
     # -- hits and misses -----------------------------------------------------------------------------------------
 
     def record_hit(self, entry: PlanCacheEntry, calls: Counter[Inputs]) -> None:
         """Record that a step was of a known kind. `calls`: of the model during the step."""
+        self._recent.append(True)
         entry.calls |= calls
         entry.is_seen = True
         self._steady = self._steady + 1 if entry is self.entries[0] else 0
         self.entries.remove(entry)
         self.entries.insert(0, entry)
 
-    def record_miss(self, sizes: Sequence[int], record: StepRecord) -> bool:
+    def record_miss(self, sizes: Sequence[int], record: StepRecord, capture_seconds: float = 0.0) -> bool:
         """Record that a step was of no known kind. Return True if such steps are worth a plan.
 
-        They are once they recur, and a plan would have saved as much time as making one quickly takes.
+        They are once they recur, and a plan would have saved the time that making one quickly takes, and that a
+        captured step takes beyond theirs.
 
         Args:
             sizes: bytes of each saved storage.
             record: of the step.
+            capture_seconds: of a captured step; 0 if this one was captured.
         """
+        self._recent.append(False)
         self._steady = 0
         key = hash(self.name_kind(sizes))
         former_seconds = self._seen.pop(key, None)
@@ -104,7 +117,16 @@ class PlanCache:
         self._seen[key] = seconds
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
-        return former_seconds is not None and seconds >= self.planner.times.quick_seconds
+        cost_seconds = self.planner.times.quick_seconds + max(0.0, capture_seconds - record.seconds)
+        return former_seconds is not None and seconds >= cost_seconds
+
+    def find(self, sizes: Sequence[int]) -> PlanCacheEntry | None:
+        """Return the entry of steps with these saves, whatever their ops; None if there is none."""
+        for each in self.entries:
+            trace = each.planned.trace
+            if len(trace.saves) == len(sizes) and self.name_kind(list_sizes(trace)) == self.name_kind(sizes):
+                return each
+        return None
 
     def improve(self, entry: PlanCacheEntry, record: StepRecord) -> None:
         """Search for a better plan than one that was made quickly, once it may have lost as much time as that takes.

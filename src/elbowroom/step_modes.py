@@ -37,6 +37,8 @@ from elbowroom.runtime.transfers import Transfers
 from elbowroom.tracing.live import LiveCapture, explain_no_needs
 from elbowroom.tracing.residents import FirstUpdates
 
+NEW_KINDS = "hardly any of the last steps was of a kind that has a plan"
+
 
 class StepModes:
     """Chooses the mode of each step and runs it.
@@ -145,6 +147,8 @@ class StepModes:
             return self._run_capture()
         if entry is None:
             return self._run_dynamic(self._schedule.reason)
+        if self._cache.knows_few and self._cache.varies and not entry.is_agreed:
+            return self._run_dynamic(NEW_KINDS)
         awaits_state = not self._first_updates.are_over() and self._pager.is_needed(self._cache.lease.device_bytes)
         if entry.planned.is_plain and not awaits_state and self._plain_check.fits(entry):
             return self._run_plain(entry)
@@ -211,12 +215,13 @@ class StepModes:
         capture = self._make_capture(meter)
         entries = tuple(self._cache.entries)
         runner = self._make_runner(Phase.MANAGED, entries, capture)
-        runner.state.captures_unknown = True
+        runner.state.captured_bytes = frozenset(self._schedule.awaited_bytes)
         step = yield from self._run(runner, meter, capture)
-        if not runner.state.is_unlike_any:
+        if not runner.state.is_awaited:
             self._settle(entries, step, meter)
             return
         record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, "")
+        self._schedule.capture_seconds = record.seconds
         self.captured.adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
@@ -227,9 +232,15 @@ class StepModes:
         meter = self._metering.make()
         runner = self._make_runner(Phase.UNPRESSURED)
         step = yield from self._run(runner, meter, None)
-        self._metering.record(Mode.DYNAMIC, step.seconds, runner.state, meter, note)
-        if runner.state.saved_tensors.needs:
+        record = self._metering.record(Mode.DYNAMIC, step.seconds, runner.state, meter, note)
+        saved = runner.state.saved_tensors
+        if saved.needs:
             self._schedule.note_needs()
+        if self._cache.entries and saved.saves:
+            if (entry := self._cache.find(saved.sizes)) is not None:
+                self._cache.record_hit(entry, step.calls)
+            else:
+                self._note_miss(saved.sizes, record)
 
     def _run_capture(self) -> Iterator[None]:
         self._begin_paging(may_move=True, is_unknown=True)
@@ -239,6 +250,7 @@ class StepModes:
         step = yield from self._run(runner, meter, capture)
         note = "" if runner.state.saved_tensors.needs else explain_no_needs()
         record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, note)
+        self._schedule.capture_seconds = record.seconds
         if note:
             self._schedule.note_no_needs(self._metering.steps - 1, note, knows_some=bool(self._cache.entries))
         else:
@@ -302,10 +314,16 @@ class StepModes:
             self._cache.record_hit(followed, step.calls)
         elif state is not None and self._beside.note_left(entries[0], state):
             pass  # it is of that kind
-        elif self._cache.record_miss(() if state is None else state.saved_tensors.sizes, record):
-            is_unlike_any = state is not None and state.is_unlike_any
-            self._schedule.note_recurrence(self._metering.steps - 1, is_unlike_any=is_unlike_any)
+        else:
+            self._note_miss(() if state is None else state.saved_tensors.sizes, record)
         return record, followed
+
+    def _note_miss(self, sizes: Sequence[int], record: StepRecord) -> None:
+        """Note that a step was of no known kind. `sizes`: of what it has saved."""
+        cache, schedule = self._cache, self._schedule
+        if cache.record_miss(sizes, record, schedule.capture_seconds):
+            is_unlike_any = sizes and all(sizes[0] != each.planned.candidate.first_bytes for each in cache.entries)
+            schedule.note_recurrence(self._metering.steps - 1, sizes[0] if is_unlike_any else None)
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
         job = self._job

@@ -19,6 +19,6 @@ def test_kinds_that_take_turns_are_all_captured(kinds: int) -> None:
             else:
                 schedule.put_off(step)
         elif kind in seen - known:
-            schedule.note_recurrence(step, is_unlike_any=False)
+            schedule.note_recurrence(step, None)
         seen.add(kind)
     assert known == set(range(kinds))

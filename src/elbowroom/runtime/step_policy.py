@@ -92,8 +92,7 @@ class StepPolicy:
         if followed < 0:
             sizes = state.saved_tensors.sizes
             state.is_unlike_any = len(sizes) == 1 and all(sizes[0] != each.first_bytes for each in state.candidates)
-            is_captured = state.is_unlike_any and state.captures_unknown
-            self._machine.policy = CapacityFirst(state.storages.may_move) if is_captured else self._online
+            self._machine.policy = CapacityFirst(state.storages.may_move) if state.is_awaited else self._online
         else:
             self._machine.policy = Guided(self._online, state.candidates[followed].plan, since=tick)
 

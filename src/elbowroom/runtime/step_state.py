@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from elbowroom.errors import InternalError
@@ -36,8 +36,8 @@ class StepState:
         left_for_room: whether the plan was left since something did not fit into the budget.
         missing_bytes: bytes that did not fit then; 0 if they were only guessed.
         drift: reason why the step matches no candidate; "" while it matches one.
-        captures_unknown: whether the step goes on as in CAPTURING if it is unlike any candidate, rather than under the
-            online policy.
+        captured_bytes: if the step is unlike any candidate and its first save is one of these, it goes on as in
+            CAPTURING, rather than under the online policy.
         is_unlike_any: whether the first save of the step has another size than those of all candidates.
         given_up: reason why storages could not be recomputed when the step ended; "" if all could.
         activity_log: of the step.
@@ -56,10 +56,15 @@ class StepState:
     left_for_room: bool = False
     missing_bytes: int = 0
     drift: str = ""
-    captures_unknown: bool = False
+    captured_bytes: Collection[int] = ()
     is_unlike_any: bool = False
     given_up: str = ""
     activity_log: ActivityLog = dataclasses.field(default_factory=ActivityLog)
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if the step is unlike any candidate, and is captured."""
+        return self.is_unlike_any and self.saved_tensors.sizes[0] in self.captured_bytes
 
     @property
     def events(self) -> int:
