@@ -47,8 +47,14 @@ GAIN = 0.1
 STEADY = 16
 """Consecutive expected steps after which the next step is assumed to be of the expected kind."""
 
-RECENT, OFTEN = 16, 0.25
-"""Steps, and the share of them that are of a known kind, below which the next one is expected to be of none."""
+RECENT = 16
+"""Steps that tell whether kinds recur."""
+
+FEW = 4
+"""Recent steps of known kinds below which the next one is expected to be of none."""
+
+FREQUENT = 3
+"""Recent steps of one kind from which on more are expected soon."""
 
 
 class PlanCache:
@@ -70,7 +76,7 @@ class PlanCache:
         self.entries: list[PlanCacheEntry] = []
         self._seen: OrderedDict[int, float] = OrderedDict()  # seconds that plans would have saved
         self._steady = STEADY
-        self._recent: deque[bool] = deque(maxlen=RECENT)  # whether steps were of a known kind
+        self._recent: deque[int | None] = deque(maxlen=RECENT)  # kinds of steps; None for a known one
 
     @property
     def current(self) -> PlanCacheEntry | None:
@@ -85,13 +91,13 @@ class PlanCache:
     @property
     def knows_few(self) -> bool:
         """True if hardly any of the recent steps was of a known kind."""
-        return len(self._recent) == RECENT and sum(self._recent) < OFTEN * RECENT
+        return len(self._recent) == RECENT and self._recent.count(None) < FEW
 
     # -- hits and misses -----------------------------------------------------------------------------------------
 
     def record_hit(self, entry: PlanCacheEntry, calls: Counter[Inputs]) -> None:
         """Record that a step was of a known kind. `calls`: of the model during the step."""
-        self._recent.append(True)
+        self._recent.append(None)
         entry.calls |= calls
         entry.is_seen = True
         self._steady = self._steady + 1 if entry is self.entries[0] else 0
@@ -101,23 +107,25 @@ class PlanCache:
     def record_miss(self, sizes: Sequence[int], record: StepRecord, capture_seconds: float = 0.0) -> bool:
         """Record that a step was of no known kind. Return True if such steps are worth a plan.
 
-        They are once they recur, and a plan would have saved the time that making one quickly takes, and that a
-        captured step takes beyond theirs.
+        They are once they recur, and a plan would have saved the time that making one quickly takes; and, unless they
+        are frequent, the time that a captured step takes beyond theirs.
 
         Args:
             sizes: bytes of each saved storage.
             record: of the step.
             capture_seconds: of a captured step; 0 if this one was captured.
         """
-        self._recent.append(False)
         self._steady = 0
         key = hash(self.name_kind(sizes))
+        self._recent.append(key)
         former_seconds = self._seen.pop(key, None)
         seconds = (former_seconds or 0.0) + _count_lost_seconds(record)
         self._seen[key] = seconds
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
-        cost_seconds = self.planner.times.quick_seconds + max(0.0, capture_seconds - record.seconds)
+        cost_seconds = self.planner.times.quick_seconds
+        if self._recent.count(key) < FREQUENT:
+            cost_seconds += max(0.0, capture_seconds - record.seconds)
         return former_seconds is not None and seconds >= cost_seconds
 
     def find(self, sizes: Sequence[int]) -> PlanCacheEntry | None:
