@@ -147,11 +147,11 @@ class StepModes:
             return self._run_capture()
         if entry is None:
             return self._run_dynamic(self._schedule.reason)
-        if self._cache.knows_few and self._cache.varies and not entry.is_agreed:
-            return self._run_dynamic(NEW_KINDS)
         awaits_state = not self._first_updates.are_over() and self._pager.is_needed(self._cache.lease.device_bytes)
         if entry.planned.is_plain and not awaits_state and self._plain_check.fits(entry):
             return self._run_plain(entry)
+        if self._cache.knows_few and not (awaits_state or entry.is_agreed):
+            return self._run_dynamic(NEW_KINDS)
         return self._run_planned(entry, awaits_state=awaits_state)
 
     # -- modes ----------------------------------------------------------------------------------------------------
