@@ -260,7 +260,7 @@ class OptimizerSteps:
             self._ends_at_next_call = True
             return
         if not self._is_running:
-            if id(optimizer) not in self._missed:  # a step without gradients may have made its state, for a checkpoint
+            if id(optimizer) not in self._missed:  # torch.distributed.checkpoint has optimizers make their state so
                 self._missed.add(id(optimizer))
                 if self._calls is not None:
                     self._calls.keep_all()
@@ -280,8 +280,10 @@ class OptimizerSteps:
                 self.begin_at_ends()
 
     def _end_after_other(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """End a step after an optimizer that was made later has updated the model."""
-        if not self._is_running or optimizer in self._optimizers or is_captured() or is_in_backward():
+        """End a step after an optimizer that was made later has updated the model, unless one of ours calls it."""
+        if not self._is_running or self._is_updating or optimizer in self._optimizers:
+            return
+        if is_captured() or is_in_backward():
             return
         own = {id(each) for model in self._models for each in model.parameters()}
         if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
@@ -289,3 +291,5 @@ class OptimizerSteps:
             self._removals.append(optimizer.register_step_post_hook(self._end_after).remove)
             self._optimizers = (*self._optimizers, optimizer)
             self.end()
+            if self._begins_at_end:
+                self.begin_at_ends()

@@ -326,6 +326,27 @@ def test_a_new_optimizer_ends_steps(profile: HardwareProfile, caplog: pytest.Log
     assert_nothing_attached(job)
 
 
+class Twice(torch.optim.Optimizer):
+    """Updates by another optimizer, twice."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.inner.step()
+
+
+def test_an_optimizer_may_have_another_one_update(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    job = StateJob(model, [Twice(model.parameters())], lambda _: None)
+    with caplog.at_level(logging.WARNING, "elbowroom"), fit(job, profile, PLENTY) as room:
+        for index, _ in enumerate(plainest(job)):
+            assert len(room.journal().steps) == index + 1
+    assert not caplog.text
+
+
 def test_a_dropped_room_says_so(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
     job = make_state_job()
     with caplog.at_level(logging.WARNING, "elbowroom"):
