@@ -240,7 +240,7 @@ class StepModes:
             if (entry := self._cache.find(saved.sizes)) is not None:
                 self._cache.record_hit(entry, step.calls)
             else:
-                self._note_miss(saved.sizes, record)
+                note_miss(self._cache, self._schedule, saved.sizes, record)
 
     def _run_capture(self) -> Iterator[None]:
         self._begin_paging(may_move=True, is_unknown=True)
@@ -315,15 +315,8 @@ class StepModes:
         elif state is not None and self._beside.note_left(entries[0], state):
             pass  # it is of that kind
         else:
-            self._note_miss(() if state is None else state.saved_tensors.sizes, record)
+            note_miss(self._cache, self._schedule, () if state is None else state.saved_tensors.sizes, record)
         return record, followed
-
-    def _note_miss(self, sizes: Sequence[int], record: StepRecord) -> None:
-        """Note that a step was of no known kind. `sizes`: of what it has saved."""
-        cache, schedule = self._cache, self._schedule
-        if cache.record_miss(sizes, record, schedule.capture_seconds):
-            is_unlike_any = sizes and all(sizes[0] != each.planned.candidate.first_bytes for each in cache.entries)
-            schedule.note_recurrence(self._metering.steps - 1, sizes[0] if is_unlike_any else None)
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
         job = self._job
@@ -360,3 +353,10 @@ class StepModes:
             is_plan_proven=expected is None or expected.is_proven,
             observer=None if capture is None else capture.tracer,
         )
+
+
+def note_miss(cache: PlanCache, schedule: CaptureSchedule, sizes: Sequence[int], record: StepRecord) -> None:
+    """Note that a step was of no known kind. `sizes`: of what it has saved."""
+    if cache.record_miss(sizes, record, schedule.capture_seconds):
+        is_unlike_any = sizes and all(sizes[0] != each.planned.candidate.first_bytes for each in cache.entries)
+        schedule.note_recurrence(record.step, sizes[0] if is_unlike_any else None)
