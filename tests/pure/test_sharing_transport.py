@@ -25,6 +25,7 @@ from elbowroom.sharing.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
     JoinRequest,
+    LeaveNotice,
     RefusalNotice,
     StatusReply,
     decode_message,
@@ -325,3 +326,33 @@ def test_a_waiting_job_is_told_of_disconnected_jobs_by_name() -> None:
     text = explain_wait(job, [job], [Remainder(7, "a", "first", 2 * MIB)], 0, 30.0)
     assert "held by: first (pid 7, disconnected) 2.0 MiB. It is due" in text
     assert "programs outside of the broker 3.0 MiB" in explain_wait(job, [job], [], 3 * MIB, 30.0)
+
+
+SLOW = """
+import time
+from elbowroom.sharing.transport import server
+carry_out = server.BrokerServer._carry_out
+def carry_out_late(self, effects):
+    time.sleep(0.1 if effects else 0.0)
+    carry_out(self, effects)
+server.BrokerServer._carry_out = carry_out_late
+"""
+
+
+def test_a_refused_job_leaves_nothing_with_a_slow_broker(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker answers the JoinRequest of a job that has sent its LeaveNotice, which it must read nevertheless."""
+    send = BrokerClient._send
+
+    def send_late(client: BrokerClient, message: LeaveNotice) -> bool:
+        time.sleep(0.03)
+        return send(client, message)
+
+    monkeypatch.setattr(BrokerClient, "_send", send_late)
+    stage.run(SLOW + BROKER, 1e9)
+    wait_until(lambda: stage.try_status() is not None)
+    for _ in range(3):
+        client = BrokerClient(stage.address, name="giant", floor_bytes=200 * MIB, held_bytes=60 * MIB)
+        wait_until(lambda client=client: bool(client.refusal))  # type: ignore[misc]
+        client.close()
+        reply = stage.try_status()
+        assert reply is not None and not reply.jobs

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import select
 import socket
 import threading
 import time
@@ -40,6 +39,7 @@ from elbowroom.sharing.messages import (
     encode_message,
 )
 from elbowroom.sharing.transport.address import BrokerAddress
+from elbowroom.sharing.transport.connections import await_end, interrupt, send_all
 
 SECONDS_BETWEEN_HEARTBEATS = 1.0
 SECONDS_BETWEEN_ATTEMPTS = 0.3
@@ -168,7 +168,7 @@ class BrokerClient:
         if is_current:
             self._send(LeaseConfirmed(sequence=0, epoch=grant.epoch, held_bytes=held_bytes))
         else:  # another broker may have been told of more bytes meanwhile
-            _interrupt(self._socket)
+            interrupt(self._socket)
 
     def report(self, floor_bytes: int, points: Triples) -> None:
         """Tell the broker the job's front."""
@@ -218,6 +218,7 @@ class BrokerClient:
             with contextlib.suppress(UsageError):
                 self._connect()
         is_told = self._send(LeaveNotice(sequence=0))
+        await_end(self._socket, LONGEST_SEND_SECONDS)
         self._hang_up()
         if not is_own_thread:
             self._thread.join(5.0)
@@ -307,7 +308,7 @@ class BrokerClient:
 
     def _hang_up(self) -> None:
         with self._changed:
-            _interrupt(self._socket)
+            interrupt(self._socket)
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
@@ -330,9 +331,9 @@ class BrokerClient:
             self._sequence += 1
             is_sent = False
             with contextlib.suppress(OSError, ValueError):  # closed meanwhile by the thread that reads
-                is_sent = _send_all(connection, line)
+                is_sent = send_all(connection, line, LONGEST_SEND_SECONDS)
             if not is_sent:
-                _interrupt(connection)
+                interrupt(connection)
             return is_sent
 
     def close_in_child(self) -> None:
@@ -341,27 +342,6 @@ class BrokerClient:
             self._socket.close()
             self._socket = None
         self._is_closed = True
-
-
-def _send_all(connection: socket.socket, line: bytes) -> bool:
-    """Send a line. Return False if the other side takes nothing for too long.
-
-    The thread that reads sets other timeouts on the same socket, so this one waits by itself.
-    """
-    can_send = select.poll()
-    can_send.register(connection, select.POLLOUT)
-    while line:
-        if not can_send.poll(LONGEST_SEND_SECONDS * 1000):
-            return False
-        line = line[connection.send(line, socket.MSG_DONTWAIT) :]
-    return True
-
-
-def _interrupt(connection: socket.socket | None) -> None:
-    """End a connection, which wakes the thread that reads: it joins again."""
-    if connection is not None:
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _run(reference: weakref.ref[BrokerClient]) -> None:
