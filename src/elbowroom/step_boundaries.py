@@ -34,7 +34,7 @@ class StepBoundaries:
     Args:
         modes: run the steps.
         shared: lease that may change between steps; None if the room has a budget of its own.
-        holder: the room, whose lease it is.
+        holder: the room, whose lease it is; a proxy, which does not keep it alive.
 
     Attributes:
         has_begun: whether a step has ever begun.
@@ -129,4 +129,5 @@ class StepBoundaries:
         """Note that no step runs any more, whether it succeeded or failed."""
         self._step = None
         if self._shared is not None:
-            self._shared.begin_idle(self._holder)
+            with contextlib.suppress(ReferenceError):  # the collector has found the room in a cycle: it is detached
+                self._shared.begin_idle(self._holder)

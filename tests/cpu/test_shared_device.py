@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -269,6 +270,18 @@ def test_a_job_is_not_idle_while_its_front_is_planned() -> None:
     steps.begin_step()
     steps.end_step()
     assert [name for name, _, _ in shared.method_calls] == ["renew", "note_step", "begin_idle"]
+
+
+def test_a_room_that_the_collector_frees_inside_a_step_is_detached() -> None:
+    modes, shared, room = mock.Mock(), mock.Mock(), mock.Mock()
+    modes.step.return_value = contextlib.nullcontext()
+    shared.begin_idle.side_effect = lambda holder: holder.metrics()
+    steps = StepBoundaries(modes, shared, weakref.proxy(room))
+    steps.begin_step()
+    del room
+    gc.collect()
+    steps.close()
+    assert shared.begin_idle.called and not steps.is_inside
 
 
 def test_a_step_without_room_says_that_its_budget_is_a_lease() -> None:
