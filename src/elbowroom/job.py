@@ -50,6 +50,11 @@ class Job:
         """List parameters, buffers and optimizer state, as the job holds them."""
         return list_kept_tensors(self.model, self.optimizers)
 
+    def name_trained(self) -> tuple[int, ...]:
+        """Return what tells the optimizers' parameters that get gradients from others: their ids."""
+        groups = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
+        return tuple(id(each) for group in groups for each in group if each.requires_grad)
+
     @functools.cached_property
     def optimizer_states(self) -> OptimizerStates:
         """Notices when they are replaced."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.job import Job
 from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache
 from elbowroom.plan_cache_entry import PlanCacheEntry
@@ -12,30 +13,38 @@ from elbowroom.runtime.state_pager import StatePager
 AMPLE = 2
 """Steps of any kind run unwatched while there is room for so many times the growth of the largest one so far."""
 
+MOST_SETS = 64
+"""Sets of trained parameters that are remembered. A program that trains more of them has its steps watched."""
+
 
 class PlainStepCheck:
     """Tells whether the next step may run unwatched.
 
     Args:
+        job: its parameters may be frozen and unfrozen between steps.
         cache: of the room's plans.
         ledger: counts the bytes of the room.
         metering: knows the growth of the steps so far.
         pager: knows the model state that is away, which such a step would bring back.
-        always_watch: whether every step is watched.
     """
 
-    def __init__(
-        self, cache: PlanCache, ledger: Ledger, metering: Metering, pager: StatePager, *, always_watch: bool
-    ) -> None:
+    def __init__(self, job: Job, cache: PlanCache, ledger: Ledger, metering: Metering, pager: StatePager) -> None:
+        self._job = job
         self._cache = cache
         self._ledger = ledger
         self._metering = metering
         self._pager = pager
-        self._always_watch = always_watch
+        self._watched: set[tuple[int, ...]] = set()  # parameters that were trained in watched steps, by their ids
+
+    def note_watched(self) -> None:
+        """Note that a step has been watched from its beginning."""
+        if len(self._watched) == MOST_SETS:
+            self._watched.clear()
+        self._watched.add(self._job.name_trained())
 
     def fits(self, entry: PlanCacheEntry) -> bool:
         """Return True if a plain step fits beside what the job holds now (new gradients, for example)."""
-        if not entry.is_seen or self._always_watch:
+        if self._job.config.always_watch or not entry.is_seen or self._job.name_trained() not in self._watched:
             return False
         is_steady = entry.is_peak_known and not self._cache.varies
         return (is_steady and self._has_room(entry.expect_growth())) or self.has_ample_room(entry)

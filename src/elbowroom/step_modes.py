@@ -81,7 +81,7 @@ class StepModes:
         self.agreed = agreed
         self._schedule = CaptureSchedule()
         self.captured = CapturedSteps(job, cache, metering, pager, sliced_ops, self._schedule, agreed)
-        self._plain_check = PlainStepCheck(cache, ledger, metering, pager, always_watch=job.config.always_watch)
+        self._plain_check = PlainStepCheck(job, cache, ledger, metering, pager)
         self._beside = BytesBeside(cache)
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
         self._running: RunningStep | None = None
@@ -294,6 +294,8 @@ class StepModes:
         )
         with step.running():
             yield
+        if runner is not None:
+            self._plain_check.note_watched()
         return step
 
     def _settle(

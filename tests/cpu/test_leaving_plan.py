@@ -370,6 +370,37 @@ def test_a_step_that_is_refused_from_where_it_grows_is_watched_from_its_beginnin
         assert room.journal().steps[-1].offloaded_bytes + room.journal().steps[-1].recomputed > 0
 
 
+@pytest.mark.parametrize("adds_a_group", [False, True], ids=["unfrozen", "added"])
+def test_steps_are_watched_again_when_more_parameters_are_trained(adds_a_group: bool, profile: HardwareProfile) -> None:
+    """The first such step would be refused: by the time that it allocates more, what it has saved cannot leave."""
+
+    def run(budget_bytes: int | None) -> tuple[list[torch.Tensor], Room | None]:
+        model, _ = make(layers=8, drop=0.0)
+        body, head = model[:-3], model[-3:]
+        body.requires_grad_(False)
+        optimizer = torch.optim.AdamW((head if adds_a_group else model).parameters())
+        room = None if budget_bytes is None else fit(model, optimizer, budget_bytes, profile=profile)
+        for index in range(10):
+            if index == 5:
+                body.requires_grad_(True)
+                if adds_a_group:
+                    optimizer.add_param_group({"params": list(body.parameters())})
+            torch.manual_seed(index)
+            with contextlib.nullcontext() if room is None else room.step():
+                step(model, optimizer, 1024)
+        if room is not None:
+            room.detach()
+        return list(model.parameters()), room
+
+    expected, _ = run(None)
+    budget_bytes = 900000
+    found, room = run(budget_bytes)
+    assert all(map(torch.equal, found, expected)) and room is not None
+    modes = [record.mode for record in room.journal().steps]
+    assert modes[4] is Mode.PLAIN and Mode.PLAIN not in modes[5:]
+    assert (room.journal().peak_bytes or 0) <= budget_bytes
+
+
 @pytest.mark.parametrize("kinds", ["eet", "tee", "etee"])
 @pytest.mark.parametrize("budget_bytes", [100 << 10, 1 << 40], ids=["tight", "ample"])
 def test_evaluations_in_steps_leave_training_its_plan(kinds: str, budget_bytes: int, profile: HardwareProfile) -> None:
