@@ -167,14 +167,14 @@ class Infeasible(ElbowroomError):
         if self.note:
             message += f" {self.note}"
         if self.is_whole_step:
-            message += f" Set memory_budget to at least {self.needed_bytes}, or make the batch smaller."
+            message += f" Set the memory budget to at least {self.needed_bytes}, or make the batch smaller."
             if self.is_estimated:
                 message += " No step has run yet, so the workspace of ops is estimated."
         else:
             message += (
                 " This is the need of that op; the rest of the step may need more. "
                 "elbowroom.smallest_budget(model, optimizer, step) finds the need of the whole step. "
-                "Set memory_budget to it, or make the batch smaller."
+                "Set the memory budget to it, or make the batch smaller."
             )
         if self.host_bytes is not None and self.needed_host_bytes > self.host_bytes:
             message += (
@@ -187,7 +187,7 @@ class Infeasible(ElbowroomError):
         return (
             f" with at most {format_bytes(self.host_bytes or 0)} ({self.host_bytes} bytes) in the tier below the "
             f"device: the plan needs {format_bytes(self.needed_host_bytes)} ({self.needed_host_bytes} bytes) there. "
-            f"Set host_bytes to {self.needed_host_bytes}, raise memory_budget, use hardware with a disk behind that "
+            f"Set host_bytes to {self.needed_host_bytes}, raise the memory budget, use hardware with a disk behind that "
             "tier, or make the batch smaller."
         )
 
@@ -251,7 +251,7 @@ class Thrashing(ElbowroomError):
         super().__init__(
             f"the step is thrashing: it has spent {replay_seconds:.1f} s on recomputing and {move_seconds:.1f} s on "
             f"waiting for transfers, for {busy_seconds:.1f} s of its own. {format_bytes(budget_bytes)} ({budget_bytes} "
-            f"bytes) are too few. Raise memory_budget, or {advice}."
+            f"bytes) are too few. Raise the memory budget, or {advice}."
         )
         self.replay_seconds, self.move_seconds = replay_seconds, move_seconds
         self.busy_seconds, self.budget_bytes = busy_seconds, budget_bytes
@@ -277,7 +277,7 @@ class MemoryRefused(ElbowroomError, MemoryError):
             f"the system refuses {format_bytes(requested_bytes)} ({requested_bytes} bytes) of memory, but the step "
             f"holds only {held_bytes} of its budget of {budget_bytes} bytes"
             + "".join(f"; {each}" for each in limits)
-            + f". Set memory_budget to at most {held_bytes}, make the batch smaller, or give the process more memory."
+            + f". Set the memory budget to at most {held_bytes}, make the batch smaller, or give the process more memory."
         )
         self.requested_bytes = requested_bytes
         self.held_bytes = held_bytes

@@ -547,7 +547,7 @@ def test_infeasible_says_how_much_is_needed(files: pathlib.Path, own_spec: str) 
     result = call("run", own_spec, "--batch", 64, "--budget", "512", *hardware, "--device", "cpu", "--ahead")
     assert result.exit_code == INFEASIBLE, result.output
     said = result.stderr
-    assert "Set memory_budget to at least" in said
+    assert "Set the memory budget to at least" in said
 
 
 def _damage(path: pathlib.Path, how: str) -> bytes:

@@ -182,6 +182,23 @@ def test_compare_for_people(trace: pathlib.Path) -> None:
     assert "auto within" in result.stderr and "(1 of 6)" in result.stderr and "(6 of 6)" in result.stderr
 
 
+def test_compare_below_what_whole_ops_need(trace: pathlib.Path) -> None:
+    """With `--slices`, as `elbowroom plan` plans it: the same forecast, above the bound of these slices."""
+    arguments = ("compare", trace, "--hardware", "v100", "--strategies", "offload_all")
+    needed = document(*arguments, "--budgets", "100%peak")["smallest_budget_bytes"]
+    budget = needed - needed // 20
+    (refused,) = document(*arguments, "--budgets", budget)["entries"]
+    assert not refused["fits"] and refused["bound_seconds"] is None
+    (entry,) = document(*arguments, "--budgets", budget, "--slices", "any")["entries"]
+    planned = document(
+        "plan", trace, "--hardware", "v100", "--budget", budget, "--strategy", "offload_all", "--slices", "any"
+    )
+    assert planned["ops_in_slices"] > 0 and entry["fits"]
+    assert entry["plan"]["step_seconds"] == planned["forecast_step_seconds"] >= entry["bound_seconds"]
+    assert entry["plan"]["peak_bytes"] == planned["forecast_peak_bytes"] <= budget
+    assert "choice of ops to slice" in fail(MISUSED, *arguments, "--slices", "all")
+
+
 @pytest.mark.parametrize("ending", [".svg", ".png", ".pdf"])
 def test_pictures_of_the_front(trace: pathlib.Path, tmp_path: pathlib.Path, ending: str) -> None:
     pytest.importorskip("matplotlib")

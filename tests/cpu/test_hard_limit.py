@@ -113,4 +113,4 @@ def test_training_finishes_under_a_limit_at_which_plain_pytorch_dies(
     assert losses == expected
     refusals = re.findall(r"the system refuses .* its budget of (\d+) bytes; RLIMIT_DATA is \d+ bytes.*", said)
     assert refusals == [str(150 << 20)], said
-    assert re.search(r"Set memory_budget to at most \d+", said)
+    assert re.search(r"Set the memory budget to at most \d+", said)

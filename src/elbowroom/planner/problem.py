@@ -130,6 +130,23 @@ def find_slices(slices: Slices | str) -> Slices:
     return Slices(slices)
 
 
+def fit_problem(problem: Problem, slices: Slices | str) -> Problem | None:
+    """Return the problem, of the step in slices if whole ops do not fit the budget; None if slices do not either.
+
+    Raises:
+        UnknownMember: there is no such choice of `slices`.
+    """
+    kinds = find_slices(slices)
+    if problem.floor.peak_bytes <= problem.budget_bytes:
+        return problem
+    if (step := fit_slices(problem, kinds)) is None:
+        return None
+    return pose(
+        step.sliced.trace, step.costs, problem.budget_bytes, min_offload_bytes=problem.drafter.min_bytes,
+        host_bytes=problem.host_bytes, manages=problem.manages,
+    )  # fmt: skip
+
+
 def slice_step(problem: Problem, slices: Slices) -> SlicedStep | None:
     """Return the step in slices if it does not fit otherwise; the lowest one there is if it does not fit then either.
 

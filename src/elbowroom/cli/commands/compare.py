@@ -22,6 +22,7 @@ from elbowroom.cli.parameters import (
     Managed,
     Output,
     Picture,
+    Slicing,
     TraceOrSpec,
     WorkloadOptions,
     with_workload_options,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from elbowroom.ir.costs import Costs
     from elbowroom.ir.trace import Trace
     from elbowroom.planner.comparison.strategies_compared import Comparison, Entry
+    from elbowroom.planner.slicing.choice import Slices
 
 Budgets = Annotated[
     str,
@@ -70,6 +72,7 @@ def compare_strategies(
     costs_file: CostsFile = None,
     host_memory: HostMemory = None,
     manages: Managed = "activations",
+    slices: Slicing = "none",
     picture: Picture = None,
     output: Output = None,
     *,
@@ -79,13 +82,15 @@ def compare_strategies(
     """Plan one step within several budgets by several strategies, and show what each costs.
 
     With --manages everything, strategies that cannot move the model's state keep it; bounds are for those that can.
+    With --slices, budgets below the smallest for whole ops are planned in slices, and the bound is that of these
+    slices.
 
     Ctrl-C shows the results so far.
     """
     from elbowroom.cli.pictures import check_picture
     from elbowroom.planner.comparison.strategies_compared import Comparison, even_out
     from elbowroom.planner.options import Manages, find_managed
-    from elbowroom.planner.problem import pose
+    from elbowroom.planner.problem import find_slices, pose
     from elbowroom.simulator.simulate import simulate
 
     with open_terminal(as_json) as terminal:
@@ -93,7 +98,7 @@ def compare_strategies(
         check_picture(picture)
         # Check the arguments before anything is captured or measured.
         read_budgets(budgets, device_bytes=1 << 40, peak_bytes=1 << 40)
-        managed = find_managed("auto", manages)
+        managed, sliceable = find_managed("auto", manages), find_slices(slices)
         asked, host_bytes = read_strategies(strategies), read_host_memory(host_memory)
         trace = find_trace(terminal, source, options)
         costs, profile = find_costs_and_profile(terminal, trace, hardware, costs_file)
@@ -109,10 +114,11 @@ def compare_strategies(
             plain_peak_bytes=plain.peak_bytes,
             plain_seconds=plain.step_seconds,
             manages=str(managed),
+            slices=sliceable,
             smallest_bytes=problem.floor.peak_bytes,
             entries=(),
         )
-        entries, stopped = _run(terminal, trace, costs, within, asked, host_bytes, managed)
+        entries, stopped = _run(terminal, trace, costs, within, asked, host_bytes, managed, sliceable)
         comparison = dataclasses.replace(comparison, entries=even_out(entries))
         if entries:
             _show(terminal, comparison, picture, output, is_complete=stopped is None)
@@ -128,6 +134,7 @@ def _run(
     strategies: tuple[str, ...],
     host_bytes: int | None,
     manages: str,
+    slices: Slices,
 ) -> tuple[tuple[Entry, ...], BaseException | None]:
     """Return the entries, and the error that prevented the others."""
     from elbowroom.planner.comparison.strategies_compared import compare
@@ -135,7 +142,7 @@ def _run(
 
     entries: list[Entry] = []
     places = [(budget, strategy) for budget in budgets for strategy in strategies]
-    running = compare(trace, costs, budgets, strategies, host_bytes=host_bytes, manages=manages)
+    running = compare(trace, costs, budgets, strategies, host_bytes=host_bytes, manages=manages, slices=slices)
     try:
         with passing_interruptions(), terminal.progress(f"comparing on {trace.name}") as advance:
             for budget, strategy in places:
@@ -168,10 +175,14 @@ def _show(
 
 def _head(comparison: Comparison) -> tuple[Text, ...]:
     """Return the lines above the table: the plain step and the smallest budget that works."""
+    from elbowroom.planner.slicing.choice import Slices
+
     facts = (
         f"plain step {format_seconds(comparison.plain_seconds)} at {format_bytes(comparison.plain_peak_bytes)}; "
         f"smallest budget that works {format_bytes(comparison.smallest_bytes)}"
     )
+    if comparison.slices is not Slices.NONE:
+        facts += " with whole ops"
     if comparison.manages != "activations":
         facts += f"; plans move {comparison.manages}"
     return Text(f"{comparison.name} on {comparison.profile_name}", style="bold"), Text("\n" + facts + "\n")
@@ -192,7 +203,7 @@ def make_table(comparison: Comparison) -> Table:
     for budget in comparison.list_budgets():
         entries = comparison.find_entries(budget_bytes=budget)
         share = f"{budget / comparison.plain_peak_bytes:.0%}peak" if comparison.plain_peak_bytes else ""
-        bound = f"{entries[0].bound_seconds / plain:.3f} x" if plain and budget >= comparison.smallest_bytes else "-"
+        bound = f"{entries[0].bound_seconds / plain:.3f} x" if plain and math.isfinite(entries[0].bound_seconds) else "-"
         table.add_row(f"{share} {format_bytes(budget)}", "", bound, "", "", "", "bound", style="cyan")
         fastest = find_fastest(entries)
         for entry in entries:
@@ -247,6 +258,7 @@ def list_fields(comparison: Comparison) -> dict[str, Any]:
         "plain_step_seconds": comparison.plain_seconds,
         "smallest_budget_bytes": comparison.smallest_bytes,
         "manages": comparison.manages,
+        "slices": comparison.slices,
         "entries": [_fields(entry) for entry in comparison.entries],
         "front": [{"budget_bytes": entry.budget_bytes, "strategy": entry.strategy} for entry in front],
     }

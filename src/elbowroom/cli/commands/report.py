@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from elbowroom._folders import check_writable
 from elbowroom.cli.journal_files import load_journal
 from elbowroom.cli.parameters import CostsFile, Hardware, Json
 from elbowroom.cli.sources import find_costs, load_plan, load_trace
@@ -65,6 +66,7 @@ def render_report(
 
     with open_terminal(as_json) as terminal:
         check_table(by, depth)
+        check_writable(html)
         read = [(path, *load_journal(path)) for path in journals]
         if trace_file is not None or plan_file is not None:
             steps = [_load_step(terminal, trace_file, plan_file, hardware, costs_file)] * len(read)

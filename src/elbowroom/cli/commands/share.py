@@ -100,12 +100,20 @@ def _serve(terminal: Terminal, device: str, options: BrokerOptions) -> None:
 
     nbytes = format_bytes(options.device_bytes)
     text = f"leasing {nbytes} of {address.device} on {address.socket}, policy {options.policy}"
+    if address.device != "cpu" and not _has_cuda():
+        text += "; PyTorch finds no CUDA device here"
 
     async def serve() -> None:
         server = BrokerServer(Broker(options), address, tell_ready=lambda: terminal.note(text))
         await serve_until_interrupted(server)
 
     asyncio.run(serve())
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _simulate(terminal: Terminal, path: Path, memory: str | None, policy: str, quantum: float) -> None:

@@ -19,7 +19,7 @@ from elbowroom.ir.trace import Trace
 from elbowroom.planner.bounds.bound import find_bound
 from elbowroom.planner.comparison.frontier import choose
 from elbowroom.planner.options import Manages, find_managed, find_strategy
-from elbowroom.planner.problem import plan, pose
+from elbowroom.planner.problem import find_slices, fit_problem, plan, pose
 from elbowroom.planner.slicing.choice import Slices
 from elbowroom.simulator.simulate import simulate
 
@@ -97,8 +97,9 @@ class Comparison:
         name: of the captured step.
         profile_name: of the machine.
         plain_peak_bytes, plain_seconds: of the step without a plan.
-        smallest_bytes: the smallest budget that works.
+        smallest_bytes: the smallest budget that works if ops run as a whole.
         manages: storages that plans may move.
+        slices: ops that may run in slices.
         entries: by budget, then in the order of the strategies.
     """
 
@@ -108,6 +109,7 @@ class Comparison:
     plain_seconds: float
     smallest_bytes: int
     manages: str = Manages.ACTIVATIONS
+    slices: Slices = Slices.NONE
     entries: tuple[Entry, ...]
 
     def list_budgets(self) -> tuple[int, ...]:
@@ -181,6 +183,7 @@ def try_strategy(
     *,
     host_bytes: int | None = None,
     manages: str = Manages.ACTIVATIONS,
+    slices: Slices = Slices.NONE,
 ) -> Attempt:
     """Call `attempt`; if the strategy rejects the step, return an attempt with the reason.
 
@@ -189,7 +192,7 @@ def try_strategy(
     """
     begin = time.perf_counter()
     try:
-        return attempt(trace, costs, budget_bytes, strategy, host_bytes=host_bytes, manages=manages)
+        return attempt(trace, costs, budget_bytes, strategy, host_bytes=host_bytes, manages=manages, slices=slices)
     except UsageError as error:
         seconds = time.perf_counter() - begin
         return Attempt(outcome=None, needed_bytes=0, needed_host_bytes=0, planning_seconds=seconds, refusal=str(error))
@@ -203,16 +206,18 @@ def compare(
     *,
     host_bytes: int | None = None,
     manages: str = Manages.ACTIVATIONS,
+    slices: Slices | str = Slices.NONE,
 ) -> Iterator[Entry]:
     """Yield the entry of every strategy within every budget as soon as it is planned, budget by budget.
 
     A strategy that rejects the step does not end the comparison: its entry has the reason (`Attempt.refusal`).
 
     Args:
-        host_bytes, manages: as for `attempt`. The bounds are for all plans that move these storages.
+        host_bytes, manages, slices: as for `attempt`. The bounds are for all plans that move these storages, and have
+            the slices that fit.
 
     Raises:
-        UnknownMember: there is no such strategy, or nothing of that name to manage. Raised before anything is planned.
+        UnknownMember: there is no such strategy, or nothing of that name to manage or to slice. Raised before anything is planned.
         UsageError: a strategy has no such option. Raised before anything is planned.
         TraceError: the costs belong to another trace.
 
@@ -220,7 +225,7 @@ def compare(
     """
     for strategy in strategies:
         find_strategy(strategy, find_managed(strategy, manages))
-    return _compare(trace, costs, budgets, strategies, host_bytes, manages)
+    return _compare(trace, costs, budgets, strategies, host_bytes, manages, find_slices(slices))
 
 
 def _compare(
@@ -230,17 +235,21 @@ def _compare(
     strategies: Sequence[str],
     host_bytes: int | None,
     manages: str,
+    slices: Slices,
 ) -> Iterator[Entry]:
     for budget_bytes in budgets:
         problem = pose(trace, costs, budget_bytes, host_bytes=host_bytes, manages=Manages(manages))
-        bound_seconds = find_bound(problem).seconds if problem.floor.peak_bytes <= budget_bytes else math.inf
+        fitting = fit_problem(problem, slices)
+        bound_seconds = math.inf if fitting is None else find_bound(fitting).seconds
         for strategy in strategies:
             yield Entry(
                 strategy=strategy,
                 budget_bytes=budget_bytes,
                 plain_seconds=problem.plain.step_seconds,
                 bound_seconds=bound_seconds,
-                attempt=try_strategy(trace, costs, budget_bytes, strategy, host_bytes=host_bytes, manages=manages),
+                attempt=try_strategy(
+                    trace, costs, budget_bytes, strategy, host_bytes=host_bytes, manages=manages, slices=slices
+                ),
             )
 
 
