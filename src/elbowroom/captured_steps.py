@@ -72,7 +72,7 @@ class CapturedSteps:
             leaves_out = LeavesOut.of(may_leave_out, is_watched=self._pager.is_active)
             cache.add(trace, trace_digest, measurements, leaves_out)
         except Infeasible as error:
-            if not (self.is_paging or (has_run and self._job.config.strategy == "auto") or cache.entries):
+            if not (self.is_paging or has_run or cache.entries):
                 obstacle = cache.planner.find_obstacle(trace, trace_digest, measurements, cache.lease)
                 if obstacle is not None:
                     error.add(obstacle)

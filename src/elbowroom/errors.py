@@ -187,7 +187,7 @@ class Infeasible(ElbowroomError):
         return (
             f" with at most {format_bytes(self.host_bytes or 0)} ({self.host_bytes} bytes) in the tier below the "
             f"device: the plan needs {format_bytes(self.needed_host_bytes)} ({self.needed_host_bytes} bytes) there. "
-            f"Set host_bytes to {self.needed_host_bytes}, raise the memory budget, use hardware with a disk behind that "
+            f"Set host_bytes to {self.needed_host_bytes}, raise the budget, use hardware with a disk behind that "
             "tier, or make the batch smaller."
         )
 
@@ -277,7 +277,8 @@ class MemoryRefused(ElbowroomError, MemoryError):
             f"the system refuses {format_bytes(requested_bytes)} ({requested_bytes} bytes) of memory, but the step "
             f"holds only {held_bytes} of its budget of {budget_bytes} bytes"
             + "".join(f"; {each}" for each in limits)
-            + f". Set the memory budget to at most {held_bytes}, make the batch smaller, or give the process more memory."
+            + f". Set the memory budget to at most {held_bytes}, make the batch smaller, or give the process more "
+            "memory."
         )
         self.requested_bytes = requested_bytes
         self.held_bytes = held_bytes

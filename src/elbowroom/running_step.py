@@ -142,6 +142,11 @@ class RunningStep:
                 self._is_running = False
             self.seconds = time.perf_counter() - begin
 
+    def close(self) -> None:
+        """Let go of what has captured the step, once the step has been recorded."""
+        if self._capture is not None:
+            self._capture.close()
+
     @property
     def may_hide_saves(self) -> bool:
         """True if autograd may have saved tensors unseen, since the step was not watched from its beginning."""

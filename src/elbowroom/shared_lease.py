@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import uuid
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -37,8 +38,8 @@ LONGEST_PAUSE_SECONDS = 5.0
 LITTLE_BYTES = 1 << 20
 """A job that has ended leaves the broker once it holds no more."""
 
-_ENDED: dict[BrokerClient, list[tuple[StorageWeakRef, int]]] = {}
-"""Jobs that have ended: storages that are still there, with their bytes."""
+_ENDED: dict[BrokerClient, tuple[str, list[tuple[StorageWeakRef, int]]]] = {}
+"""Jobs that have ended: their ids, and storages that are still there, with their bytes."""
 
 Holder = TypeVar("Holder", bound="LeaseHolder")
 
@@ -73,24 +74,49 @@ class SharedLease:
         held_bytes: on the device before the first lease: the model and its state.
         config: options of the room.
         floor_bytes: the least bytes for the first steps; 0 to guess from `held_bytes`.
+        job: id of a job of this process that has ended, and whose bytes this one holds; None for a new one.
 
     Raises:
         UsageError: there is no broker, or others can open its socket.
     """
 
-    def __init__(self, device: str, name: str, held_bytes: int, config: Config, floor_bytes: int = 0) -> None:
+    def __init__(
+        self, device: str, name: str, held_bytes: int, config: Config, floor_bytes: int = 0,
+        job: str | None = None,
+    ) -> None:  # fmt: skip
         self._config = config
         self._needs_broker = config.without_broker == "stop"
         self._is_refused = self._rests = False
+        self._has_room = self._has_ended = False
+        self._job = job or uuid.uuid4().hex
         self._fronts = JobFront(config)
         self._floor_bytes = floor_bytes or config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
         self._is_guess = not (floor_bytes or config.least_bytes)
         self._client = BrokerClient(
             find_address(device), name=name, floor_bytes=self._floor_bytes, held_bytes=held_bytes, weight=config.weight,
-            priority=config.priority,
+            priority=config.priority, job=self._job,
         )  # fmt: skip
         self._client.on_beat = functools.partial(_leave_without, weakref.ref(self), self._client)
         self._lent = LentBytes(self._client, self._floor_bytes)
+
+    def check_free(self, config: Config) -> None:
+        """Check that a room can have this lease.
+
+        Raises:
+            UsageError: it has ended, another room has it, or the options differ from what the broker was told.
+        """
+        if self._has_ended:
+            raise UsageError("this lease has ended with its room: call elbowroom.wait_for_lease again")
+        if self._has_room:
+            raise UsageError("this lease has a room already: detach that, and call elbowroom.wait_for_lease again")
+        default, named = Config(), ("weight", "priority", "without_broker", "least_bytes")
+        given = [
+            each for each in named if getattr(config, each) not in (getattr(default, each), getattr(self._config, each))
+        ]
+        if given:
+            raise UsageError(
+                f"this lease was agreed on before: pass {' and '.join(given)} to elbowroom.wait_for_lease, not to fit"
+            )
 
     def attach(self, config: Config, ledger: Ledger, pager: StatePager) -> SharedLease:
         """Use the options of a room, what it counts, and its state. Return this lease."""
@@ -166,12 +192,18 @@ class SharedLease:
             self._lent.front = self._fronts.combine()
             self._client.report(*self._lent.front)
 
+    def take_room(self, room: LeaseHolder) -> None:
+        """Note which room has this lease. No step of it runs yet."""
+        self._has_room = True
+        self.begin_idle(room)
+
     def begin_idle(self, room: LeaseHolder) -> None:
         """Note that no step runs: what the job takes then counts, and what it does not use is lent after a while."""
         self._lent.begin_idle(float(room.metrics().get("step_seconds", 0.0)))
 
     def close(self, residents: Sequence[torch.Tensor] = ()) -> None:
         """Give back the lease. `residents` on a CPU count as taken until they are gone, or their process is."""
+        self._has_ended = True
         held = {
             each._cdata: (StorageWeakRef(each), each.nbytes())
             for tensor in residents
@@ -187,7 +219,7 @@ class SharedLease:
             return
         client.confirm(grant, held_bytes)
         client.note_use(held_bytes)
-        _ENDED[client] = [*held.values()]
+        _ENDED[client] = self._job, [*held.values()]
         client.on_beat = functools.partial(_leave_when_gone, client)
 
     def _pause(self) -> LeaseGrant | None:
@@ -248,15 +280,17 @@ def _leave_without(lease: weakref.ref[SharedLease], client: BrokerClient) -> Non
         client.close()
 
 
-def _leave_when_gone(client: BrokerClient, present: Collection[int] = ()) -> None:
-    """Leave the broker if little of a job is left that has ended.
-
-    Args:
-        present: storages that another job counts now.
-    """
-    left = [nbytes for weak, nbytes in _ENDED.get(client, ()) if not weak.expired() and weak.cdata not in present]
-    if sum(left) <= LITTLE_BYTES and _ENDED.pop(client, None) is not None:
+def _leave_when_gone(client: BrokerClient) -> None:
+    """Leave the broker if little of a job is left that has ended."""
+    if _count_left(client) <= LITTLE_BYTES and _ENDED.pop(client, None) is not None:
         client.close()
+
+
+def _count_left(client: BrokerClient, others: Collection[int] = ()) -> int:
+    """Return the bytes that are left of a job that has ended, without the storages `others`."""
+    _, storages = _ENDED.get(client, ("", []))
+    left = [nbytes for weak, nbytes in storages if not weak.expired() and weak.cdata not in others]
+    return sum(left)
 
 
 def wait_for_lease(least: int | str, *, device: str = "cpu", name: str = "job", **options: Any) -> SharedLease:
@@ -307,17 +341,23 @@ def run_within_lease(
     """
     storages = (each.untyped_storage() for each in list_resident_tensors(model, optimizers))
     held = {each._cdata: each.nbytes() for each in storages}
-    for client in list(_ENDED):
-        _leave_when_gone(client, held)
+    if lease is not None:
+        lease.check_free(config)
+    ended = [client for client in list(_ENDED) if _count_left(client, held) <= LITTLE_BYTES]
+    job = None
+    for client in ended:
+        former, _ = _ENDED.pop(client)
+        client.close(leaves=lease is not None or job is not None)
+        job = job or former  # its bytes count as taken until this job joins by its id
     if lease is None:
         held_bytes = sum(held.values())
-        lease = SharedLease(str(device), type(model).__name__, held_bytes, config)
+        lease = SharedLease(str(device), type(model).__name__, held_bytes, config, job=job)
     try:
         nbytes = lease.start()
         while True:
             try:
                 room = make(nbytes, lease)
-                lease.begin_idle(room)
+                lease.take_room(room)
                 return room
             except Infeasible as error:
                 if error.needed_bytes <= nbytes:

@@ -15,6 +15,7 @@ from elbowroom.captured_steps import CapturedSteps
 from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
 from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.hooks.cuda_ledger import CudaLedger
+from elbowroom.hooks.failed_backward import forget_failed_backward
 from elbowroom.hooks.gradient_buckets import GradientBuckets
 from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.replica_gradients import ReplicaGradients
@@ -129,6 +130,10 @@ class StepModes:
                     self._cache.remove(begun_as)  # the next step is observed from its beginning
                 raise
             finally:
+                if self._running is not None:
+                    self._running.close()
+                if self.was_refused:
+                    forget_failed_backward()
                 self._buckets.look()
                 self._between_steps.begin(self._cache.lease.device_bytes)
 

@@ -368,3 +368,58 @@ def test_an_ended_job_counts_until_its_model_is_gone(folder: pathlib.Path, profi
                 break
             time.sleep(0.01)
         assert not list_held()
+
+
+def test_a_job_that_is_fitted_again_never_stops_counting(
+    folder: pathlib.Path, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the end of the first job and the beginning of the second, its bytes are in no other lease."""
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state_bytes = sum(each.nbytes for each in model.parameters())
+    connect = BrokerClient._connect
+
+    def look_and_connect(joining: BrokerClient) -> None:
+        seen.append(sum(job.held_bytes for job in await_status().jobs))
+        connect(joining)
+
+    with broker(64):
+        await_status()
+        for _ in range(3):
+            seen: list[int] = []
+            with elbowroom.fit(model, optimizer, "shared", strategy="tensile", profile=profile):
+                model(torch.ones(8, 1024)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            monkeypatch.setattr(BrokerClient, "_connect", look_and_connect)
+            (job,) = await_status().jobs
+            assert job.state == "resting"
+        assert len(seen) == 1 and seen[0] >= state_bytes
+        del model, optimizer
+        gc.collect()
+        for _ in range(1000):
+            if not await_status().jobs:
+                break
+            time.sleep(0.01)
+        assert not await_status().jobs
+
+
+def test_a_lease_is_for_one_room(folder: pathlib.Path, profile: HardwareProfile) -> None:
+    """The broker gives the bytes of a job that has ended to others."""
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(64, 64)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with broker(64):
+        await_status()
+        lease = elbowroom.wait_for_lease("32MiB", priority=2)
+        with pytest.raises(UsageError, match=r"pass priority and least_bytes to elbowroom\.wait_for_lease"):
+            elbowroom.fit(*make(), lease, profile=profile, priority=3, least_bytes=1 << 20)
+        job = make()
+        with elbowroom.fit(*job, lease, profile=profile, priority=2):
+            with pytest.raises(UsageError, match="this lease has a room already"):
+                elbowroom.fit(*make(), lease, profile=profile)
+            assert len(await_status().jobs) == 1
+        with pytest.raises(UsageError, match="this lease has ended with its room"):
+            elbowroom.fit(*job, lease, profile=profile)

@@ -362,3 +362,40 @@ def test_a_decision_for_100_jobs_is_quick(policy: str) -> None:
         seconds.append(time.process_time() - begin)
         broker.jobs[client].confirm(broker.jobs[client].epoch, broker.jobs[client].lease_bytes)
     assert sorted(seconds)[90] < 0.05
+
+
+@pytest.mark.parametrize("policy", ["marginal", "queue"])
+def test_who_waits_is_told_why(policy: str) -> None:
+    """A job that was paused is told of the one that has its bytes; under `queue` none is paused, and none is due."""
+    broker = Broker(BrokerOptions(device_bytes=DEVICE_BYTES, policy=policy, quantum_seconds=5))
+    sent: dict[int, list[object]] = {1: [], 2: []}
+    numbers = {1: 0, 2: 0}
+
+    def send(client: int, message: object, now: float) -> None:
+        numbered = dataclasses.replace(message, sequence=numbers[client])  # type: ignore[type-var]
+        numbers[client] += 1
+        keep(broker.receive(client, numbered, now))  # type: ignore[arg-type]
+
+    def keep(effects: list[Effect]) -> None:
+        for effect in effects:
+            assert isinstance(effect, SendMessage)
+            sent[effect.client].append(effect.message)
+
+    for client, name in ((1, "first"), (2, "second")):
+        keep(broker.connect(client, client, 0.0))
+        send(client, JoinRequest(sequence=0, name=name, job=name, floor_bytes=700), 0.0)
+        if client == 1:
+            (grant,) = sent[1]
+            assert isinstance(grant, LeaseGrant)
+            send(1, LeaseConfirmed(sequence=0, epoch=grant.epoch, held_bytes=700), 0.0)
+            send(1, Heartbeat(sequence=0, steps=1, step_seconds=1.0, used_bytes=700), 0.0)
+    (notice,) = sent[2]
+    assert isinstance(notice, WaitNotice) and "held by: first (pid 1)" in notice.text
+    assert ("due to run after 5.00 s" in notice.text) == (policy != "queue")
+    keep(broker.tick(6.0))
+    if policy == "queue":
+        return
+    assert isinstance(sent[1][-1], LeaseGrant) and not sent[1][-1].nbytes  # told nothing while it lets go
+    send(1, LeaseConfirmed(sequence=0, epoch=sent[1][-1].epoch, held_bytes=0), 6.0)
+    told = [each for each in sent[1] if isinstance(each, WaitNotice)]
+    assert len(told) == 1 and "held by: second (pid 2)" in told[0].text

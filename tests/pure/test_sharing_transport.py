@@ -326,6 +326,7 @@ def test_a_waiting_job_is_told_of_disconnected_jobs_by_name() -> None:
     text = explain_wait(job, [job], [Remainder(7, "a", "first", 2 * MIB)], 0, 30.0)
     assert "held by: first (pid 7, disconnected) 2.0 MiB. It is due" in text
     assert "programs outside of the broker 3.0 MiB" in explain_wait(job, [job], [], 3 * MIB, 30.0)
+    assert explain_wait(job, [job], [], 0, None).endswith("it runs once those before it have ended.")
 
 
 SLOW = """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
+import inspect
 import os
 import platform
 from typing import Annotated, Any
@@ -73,6 +74,9 @@ def make_app() -> typer.Typer:
     app.callback()(_describe)
     for name in _family.names(commands):
         _family.get(commands, name, "register")(app)
+    for command in app.registered_commands:
+        paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)  # the terminal breaks lines anew
     return app
 
 

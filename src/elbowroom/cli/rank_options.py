@@ -45,7 +45,9 @@ Division = Annotated[
 Collectives = Annotated[
     Algorithm | None,
     typer.Option(
-        "--algorithm", rich_help_panel=_PANEL, help="Of collectives. Default: auto, the faster of ring and tree."
+        "--algorithm",
+        rich_help_panel=_PANEL,
+        help="Algorithm of collectives. Default: auto, the faster of ring and tree.",
     ),
 ]
 BucketBytes = Annotated[
@@ -79,7 +81,8 @@ ShardDtypeName = Annotated[
     typer.Option(
         "--shard-dtype",
         rich_help_panel=_PANEL,
-        help="Of shards and gradients' sums in mixed precision, for sharded: the trace's weights are gathered.",
+        help="Data type of shards and of the sums of gradients in mixed precision, for sharded; gathered weights "
+        "have that of the trace.",
     ),
 ]
 StageCount = Annotated[

@@ -1,6 +1,7 @@
 """Brings gradients back to memory before DistributedDataParallel reads them.
 
-Its reducer asks a gradient for its address as soon as it has been accumulated, which no op tells.
+Its reducer asks a gradient for its address as soon as it has been accumulated, which no op tells; with a static graph,
+in its first backward pass, it asks all of them at the end.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class ReplicaGradients:
     def __init__(self, replicas: Sequence[Any], restorer: Restorer) -> None:
         self._restorer = weakref.ref(restorer)
         parameters = dict.fromkeys(parameter for each in replicas for parameter in each.module.parameters())
+        late = [parameter for each in replicas if each.static_graph for parameter in each.module.parameters()]
+        self._late = set(map(id, late))
         restore = weakref.WeakMethod(self._restore)
 
         def call(parameter: torch.Tensor) -> None:
@@ -42,5 +45,6 @@ class ReplicaGradients:
     def _restore(self, parameter: torch.Tensor) -> None:
         restorer, gradient = self._restorer(), parameter.grad
         storage = None if gradient is None else get_plain_storage(gradient)
-        if restorer is not None and storage is not None and restorer.is_away(storage):
-            restorer.hold_storage(storage, is_written=False, is_lasting=False)
+        is_late = id(parameter) in self._late
+        if restorer is not None and storage is not None and (is_late or restorer.is_away(storage)):
+            restorer.hold_storage(storage, is_written=False, is_lasting=is_late)

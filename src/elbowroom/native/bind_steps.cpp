@@ -270,7 +270,7 @@ void bind_watch(py::module_& module) {
       .def("set_state_moves", &OpWatch::set_state_moves, py::arg("before"), py::arg("after"))
       .def("set_slicer",
           [](OpWatch& watch, const py::object& slicer, int64_t least_bytes) {
-            watch.set_slicer(share(slicer), least_bytes);
+            watch.set_slicer(share(py::weakref(slicer)), least_bytes);
           },
           py::arg("slicer"), py::arg("least_bytes"),
           "Have an object run ops in slices that are refused memory; `wants` is asked about these, and beforehand about "

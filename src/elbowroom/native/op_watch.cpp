@@ -388,6 +388,7 @@ void OpWatch::put_down(
   for (const StorageRecordPtr& record : changed) {
     op->written.push_back({c10::weak_intrusive_ptr<StorageRecord>(record), record->nbytes});
     if (!record->made_by) continue;
+    if (record->changed_by.empty()) table_->note_changed(record);
     record->changed_by.push_back(op);
     if (record->changed_by.size() == 64) forget(*record);  // more ops than a recording may have
   }

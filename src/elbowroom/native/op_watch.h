@@ -109,8 +109,9 @@ class OpWatch {
     if ((is_before ? moves_before_ : moves_after_).count(position) > 0) callbacks_.move_state(position, is_before);
   }
   void pass() { mode_ = Mode::PASS; }
-  // Has `slicer` run ops in slices that have no room as a whole. It knows some such ops already, if their tensor
-  // arguments take at least `least_bytes`.
+  // Has an object run ops in slices that have no room as a whole. It knows some such ops already, if their tensor
+  // arguments take at least `least_bytes`. `slicer`: a weak reference to it. Others keep the state of a step's threads,
+  // and this with it, for as long as they live (DDP's reducer does), and the object refers to the model.
   void set_slicer(std::shared_ptr<c10::SafePyObject> slicer, int64_t least_bytes) {
     slicer_ = std::move(slicer);
     sliced_bytes = least_bytes;
@@ -125,8 +126,12 @@ class OpWatch {
   bool is_known_to_fit(const OpKind& kind, const c10::IValue* arguments, size_t count) const;
   // Whether an op may be refused memory that takes as much as its arguments, twice.
   bool is_tight(int64_t nbytes) const { return scope_ != nullptr && scope_->live_bytes() + 2 * nbytes > scope_->limit_bytes(); }
-  // Null if no op runs in slices.
-  const c10::SafePyObject* slicer() const { return slicer_.get(); }
+  // Whether ops run in slices.
+  bool has_slicer() const { return slicer_ != nullptr; }
+  // The object that runs them, None if it is gone. With the GIL.
+  pybind11::object find_slicer() const {
+    return pybind11::reinterpret_steal<pybind11::object>(PyObject_CallNoArgs(slicer_->ptr(getPyInterpreter())));
+  }
   // Notes results of at least so many bytes from now on, while there is managed state: they may have to leave as it does.
   void note_results(int64_t least_bytes) { noted_bytes_ = least_bytes; }
   bool notes_results() const { return noted_bytes_ < NEVER && StateTable::is_any_managed() && !is_closed_; }

@@ -133,13 +133,23 @@ void StorageTable::sweep() {
     if (record->storage.expired()) gone.push_back(record);
   }
   for (const StorageRecordPtr& record : gone) records_.erase(record->key);
+  std::erase_if(changed_, [](const auto& each) { return each.expired(); });
   sweep_at_ = std::max<size_t>(1024, 2 * records_.size());
 }
 
 void StorageTable::clear() {
   ska::flat_hash_map<const c10::StorageImpl*, StorageRecordPtr> gone;
+  std::vector<StorageRecordPtr> changed;
+  std::vector<RecordedOpPtr> ops;  // destroyed first, and without the mutex
   const std::lock_guard<std::mutex> guard(mutex);
   gone.swap(records_);
+  for (const auto& each : changed_) {
+    StorageRecordPtr record = each.lock();
+    if (!record) continue;
+    for (RecordedOpPtr& op : record->forget_ops()) ops.push_back(std::move(op));
+    changed.push_back(std::move(record));
+  }
+  changed_.clear();
 }
 
 }  // namespace elbowroom

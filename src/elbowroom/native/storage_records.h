@@ -87,7 +87,9 @@ class StorageTable {
   void sweep_if_many() {
     if (is_many_.load(std::memory_order_relaxed)) sweep();
   }
-  // Removes all records. Takes the mutex.
+  // Notes, with the mutex held, that a record knows of an op that wrote to it. Such an op refers to the record as well.
+  void note_changed(const StorageRecordPtr& record) { changed_.emplace_back(record); }
+  // Removes all records, and has those that were noted forget their ops, which would keep each other. Takes the mutex.
   void clear();
   size_t size() const { return records_.size(); }
 
@@ -95,6 +97,7 @@ class StorageTable {
   void sweep();
 
   ska::flat_hash_map<const c10::StorageImpl*, StorageRecordPtr> records_;
+  std::vector<c10::weak_intrusive_ptr<StorageRecord>> changed_;
   size_t sweep_at_ = 1024;
   std::atomic<bool> is_many_{false};  // changed with the mutex
 };

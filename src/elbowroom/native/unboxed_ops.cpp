@@ -169,7 +169,7 @@ struct Unboxed<Op, Result(Arguments...)> {
       };
       return run_with_state(*kind, thread, run, arguments...);
     }
-    const bool is_sliceable = kind->is_sliceable && watch->slicer() != nullptr;
+    const bool is_sliceable = kind->is_sliceable && watch->has_slicer();
     bool has_begun = false;
     if (!is_sliceable) return run_whole(*watch, op, *kind, thread, keys, has_begun, arguments...);
     int64_t nbytes = 0;

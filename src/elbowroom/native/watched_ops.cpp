@@ -303,7 +303,7 @@ namespace {
 OpWatch* find_slicing_watch(const Thread& thread) {
   const Watchers* watchers = thread.busy > 0 ? nullptr : find_watchers(thread);
   OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native();
-  return watch != nullptr && watch->slicer() != nullptr && !watch->is_closed() ? watch : nullptr;
+  return watch != nullptr && watch->has_slicer() && !watch->is_closed() ? watch : nullptr;
 }
 
 // Asks Python whether an op is to run in slices. `refusal`: the error with which it failed as a whole; null before it ran.
@@ -316,7 +316,8 @@ bool wants_slices(const OpWatch& watch, const OpKind& kind, const c10::IValue* a
       if (!tensor.unsafeGetTensorImpl()->is_wrapped_number()) tensors.append(wrap(tensor));
     });
   }
-  const auto slicer = py::reinterpret_borrow<py::object>(watch.slicer()->ptr(getPyInterpreter()));
+  const py::object slicer = watch.find_slicer();
+  if (slicer.is_none()) return false;
   const py::object error = refusal == nullptr ? py::none() : py::reinterpret_borrow<py::object>(refusal);
   return python.make([&]() -> py::object { return slicer.attr("wants")(kind.name, tensors, error); }).cast<bool>();
 }
@@ -325,8 +326,8 @@ bool wants_slices(const OpWatch& watch, const OpKind& kind, const c10::IValue* a
 void run_ops_that_wait(OpWatch& watch) {
   if (!watch.has_waiting) return;
   const PythonCall python;
-  const auto slicer = py::reinterpret_borrow<py::object>(watch.slicer()->ptr(getPyInterpreter()));
-  python.make([&]() -> py::object { return slicer.attr("run_waiting")(); });
+  const py::object slicer = watch.find_slicer();
+  if (!slicer.is_none()) python.make([&]() -> py::object { return slicer.attr("run_waiting")(); });
   watch.has_waiting = false;
 }
 
@@ -339,12 +340,18 @@ void run_in_slices(OpWatch& watch, const c10::OperatorHandle& op, const OpKind& 
   {
     const Written written = kind.may_write ? list_written(kind, arguments, count) : Written();
     const Busy busy;
-    watch.run_sliced(kind, written, [&] { run_in_python(watch.slicer()->ptr(getPyInterpreter()), op, stack); });
+    watch.run_sliced(kind, written, [&] {
+      const py::gil_scoped_acquire gil;
+      const py::object slicer = watch.find_slicer();
+      TORCH_CHECK(!slicer.is_none(), "the room was closed before ", kind.name, " could run in slices");
+      run_in_python(slicer.ptr(), op, stack);
+    });
   }
   {
     const PythonCall python;
-    const auto slicer = py::reinterpret_borrow<py::object>(watch.slicer()->ptr(getPyInterpreter()));
-    watch.has_waiting = python.make([&]() -> py::object { return slicer.attr("has_waiting"); }).cast<bool>();
+    const py::object slicer = watch.find_slicer();
+    watch.has_waiting =
+        !slicer.is_none() && python.make([&]() -> py::object { return slicer.attr("has_waiting"); }).cast<bool>();
   }
   watch.move_state(counted.position, false);
 }

@@ -304,7 +304,8 @@ class Broker:
     def _tell_waiting(self) -> None:
         for job in self.jobs.values():
             is_told = self._clock.now - self._notices.get(job.client, -math.inf) < self.options.quantum_seconds
-            if job.lease_bytes or job.is_silent or job.is_resting or is_told:
+            makes_room = len(job.unconfirmed) > 1  # it was paused a moment ago, and is told once it has let go
+            if job.lease_bytes or job.is_silent or job.is_resting or is_told or makes_room:
                 continue
             self._notices[job.client] = self._clock.now
             text = explain_wait(
@@ -312,7 +313,7 @@ class Broker:
                 list(self.jobs.values()),
                 self.remainders,
                 self.leases.outside_bytes,
-                self.options.quantum_seconds,
+                self.options.quantum_seconds if self.leases.preempts else None,
             )
             self._send(job.client, WaitNotice(sequence=self._count_sent(job.client), text=text))
 

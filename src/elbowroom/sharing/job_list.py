@@ -166,6 +166,8 @@ def _read_evaluation(place: str, found: Any) -> Evaluation | None:
 
 def _read_number(place: str, value: Any, *, least: float) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is None:
+        raise UsageError(f"{place} is missing")
     if not is_number or not math.isfinite(value) or not least <= value <= 1 << 62:
         raise UsageError(f"{place} cannot be {str(value)[:40]!r}")
     return float(value)

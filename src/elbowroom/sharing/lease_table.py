@@ -49,6 +49,7 @@ class LeaseTable:
         jobs: by client.
         remainders: of processes without a connection.
         outside_bytes: taken by programs that do not know of the broker.
+        preempts: whether the policy pauses jobs for others.
 
     Raises:
         UnknownMember: there is no such policy.
@@ -62,7 +63,7 @@ class LeaseTable:
         self._policy = policy
         self._quantum_seconds = quantum_seconds
         self._allot: Allot = get(policies, policy, "allot")
-        self._preempts: bool = get(policies, policy, "PREEMPTS", True)
+        self.preempts: bool = get(policies, policy, "PREEMPTS", True)
         self._targets: dict[int, int] = {}
         self._flags: object = None
         self._due: JobRecord | None = None  # in the last decision
@@ -102,7 +103,7 @@ class LeaseTable:
 
     def next_deadline(self, now: float) -> float | None:
         """Return the next time at which a job becomes due or loses its protection; None if no job waits."""
-        if not self._preempts or all(job.lease_bytes or job.is_resting for job in self.jobs.values()):
+        if not self.preempts or all(job.lease_bytes or job.is_resting for job in self.jobs.values()):
             return None
         times = [self._turn, *(job.since for job in self.jobs.values())]
         times = [each + self._quantum_seconds for each in times]
@@ -116,7 +117,7 @@ class LeaseTable:
         capacity_bytes = max(0, self._device_bytes - taken_bytes)
         awake = [job for job in active if not job.is_resting]
         share_bytes = capacity_bytes // max(1, len(awake))
-        quantum = self._quantum_seconds if self._preempts else 0.0
+        quantum = self._quantum_seconds if self.preempts else 0.0
         due = self._find_due(now)
         demands = [job.make_demand(now, quantum, share_bytes, is_due=job is due) for job in awake]
         fitting = [each for each in demands if each.floor_bytes <= capacity_bytes]
@@ -158,7 +159,7 @@ class LeaseTable:
         waiting = [job for job in self.jobs.values() if not job.lease_bytes and not job.is_silent
                    and not job.is_resting]  # fmt: skip
         first = min(waiting, key=lambda each: (each.since, each.arrival), default=None)
-        if not self._preempts or now - self._turn < self._quantum_seconds - EPSILON:
+        if not self.preempts or now - self._turn < self._quantum_seconds - EPSILON:
             return None
         if first is None or now - first.since < self._quantum_seconds - EPSILON:
             return None

@@ -17,7 +17,7 @@ def explain_wait(
     jobs: Sequence[JobRecord],
     remainders: Sequence[Remainder],
     outside_bytes: int,
-    quantum_seconds: float,
+    quantum_seconds: float | None,
 ) -> str:
     """Return a sentence for a job without a lease.
 
@@ -25,7 +25,7 @@ def explain_wait(
         jobs: all jobs of the broker.
         remainders: of jobs without a connection.
         outside_bytes: held by programs that do not know of the broker.
-        quantum_seconds: after which the job is due.
+        quantum_seconds: after which the job is due; None if no job is paused for another.
     """
     holders = sorted((each for each in jobs if each.held_bytes and each is not job), key=lambda each: -each.held_bytes)
     named = [f"{each.name} (pid {each.pid}) {format_bytes(each.held_bytes)}" for each in holders[:MOST_NAMED]]
@@ -37,7 +37,7 @@ def explain_wait(
         named.append(f"programs outside of the broker {format_bytes(outside_bytes)}")
     text = f"{job.name} waits for {format_bytes(job.floor_bytes)} of the shared device"
     if named:
-        text += f", which is held by: {'; '.join(named)}"
+        text += ", which is held by: " + "; ".join(named)
     endings = [
         (each.steps_left - each.steps) * each.step_seconds
         for each in holders
@@ -45,4 +45,6 @@ def explain_wait(
     ]
     if endings:
         text += f". At the present pace the first of them ends in {format_seconds(max(0.0, min(endings)))}"
+    if quantum_seconds is None:
+        return f"{text}. No job is paused for it: it runs once those before it have ended."
     return f"{text}. It is due to run after {format_seconds(quantum_seconds)} of waiting."

@@ -54,6 +54,15 @@ class LiveCapture:
         trace = self.tracer.finish(list_residents(self._model, self._optimizers))
         return set_outside(self._weights.write_into(trace), self._meter.base_bytes)
 
+    def close(self) -> None:
+        """Record no more, and let go of the model. The trace is not asked for any more.
+
+        Others keep the tracer with the state of a thread that ran the step, for as long as they live: DDP's reducer
+        does, which the model holds.
+        """
+        self.tracer.pauses += 1
+        self.tracer.origins.close()
+
     def measure(self, trace: Trace, step_seconds: float, stall_seconds: float) -> Measurements | None:
         """Return the (stopped) meter's measurements of the ops of `trace`; None if this step did not begin with them.
 

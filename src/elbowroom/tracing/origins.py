@@ -45,6 +45,10 @@ class OpOrigins:
             made_here.append((count, origin))
         return origin
 
+    def close(self) -> None:
+        """Let go of the model."""
+        self._paths = ModulePaths(torch.nn.Module())
+
     def _find_made(self, node: torch.autograd.graph.Node, thread: int) -> Origin:
         """Return the origin of a node that was created in a thread."""
         if (parameter := get_accumulated(node)) is not None:

@@ -81,6 +81,7 @@ class Tracer(TorchDispatchMode):
 
     Attributes:
         ticks: of the entries.
+        origins: of the ops in the model.
         pauses: number of active contexts whose ops are not part of the step.
         own_seconds: host time spent in tracing.
     """
@@ -100,7 +101,7 @@ class Tracer(TorchDispatchMode):
         self._name = name
         self._device = device
         self._meter = meter
-        self._origins = OpOrigins(model)
+        self.origins = OpOrigins(model)
         self.own_seconds = 0.0
         self.ticks = Ticks()
         self._lock = threading.Lock()  # several backward passes may run in threads, and no two entries share a tick
@@ -130,7 +131,7 @@ class Tracer(TorchDispatchMode):
         """Record an op, which `call` runs, and return its result. `least_bytes`: that it takes as a whole."""
         if self.pauses or not touches_tensors(func):
             return call()
-        entered, origin = time.perf_counter(), self._origins.find()
+        entered, origin = time.perf_counter(), self.origins.find()
         reads, why = self._list_reads((*args, *kwargs.values()), find_statistics(func, args))
         begin = time.perf_counter()
         result = _measure(self._meter, call, least_bytes)
@@ -153,7 +154,7 @@ class Tracer(TorchDispatchMode):
         """Run a compiled region, which is recorded as one op, and return its result."""
         if self.pauses:
             return call()
-        origin = self._origins.find()
+        origin = self.origins.find()
         reads, _ = self._list_reads(inputs, ())
         with self.ticks.region():
             result = _measure(self._meter, call)

@@ -203,7 +203,9 @@ def make_table(comparison: Comparison) -> Table:
     for budget in comparison.list_budgets():
         entries = comparison.find_entries(budget_bytes=budget)
         share = f"{budget / comparison.plain_peak_bytes:.0%}peak" if comparison.plain_peak_bytes else ""
-        bound = f"{entries[0].bound_seconds / plain:.3f} x" if plain and math.isfinite(entries[0].bound_seconds) else "-"
+        bound = (
+            f"{entries[0].bound_seconds / plain:.3f} x" if plain and math.isfinite(entries[0].bound_seconds) else "-"
+        )
         table.add_row(f"{share} {format_bytes(budget)}", "", bound, "", "", "", "bound", style="cyan")
         fastest = find_fastest(entries)
         for entry in entries:

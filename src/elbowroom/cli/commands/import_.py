@@ -42,8 +42,8 @@ def import_log(
         str | None,
         typer.Option(
             "--hardware",
-            help="The machine whose link blocks would move over, which no log knows: as for plan. That of the machine "
-            "the format's public logs come from if not given.",
+            help="Machine whose link is used for moves, which logs do not name; values as for plan. Default: the machine "
+            "of the format's public logs.",
         ),
     ] = None,
     release: Annotated[

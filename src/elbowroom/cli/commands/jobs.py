@@ -38,7 +38,7 @@ def show_jobs(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the jobs of the shared devices: what each has, wants, and loses."""
+    """Show the jobs of the shared devices: what each has and wants, and how much slower it is than at its fastest."""
     with open_terminal(as_json) as terminal:
         found = _ask(device)
         terminal.write_document("jobs", brokers=[{"device": name, **_describe(reply)} for name, reply in found.items()])
@@ -57,10 +57,18 @@ def _ask(device: str | None) -> dict[str, StatusReply]:
     from elbowroom.sharing.transport.address import find_address, list_addresses
     from elbowroom.sharing.transport.client import ask_status
 
-    addresses = [find_address(device)] if device is not None else list_addresses()
-    if not addresses:
-        raise UsageError("no device is shared: start a broker with `elbowroom share --device cpu --memory ...`")
-    return {address.device: ask_status(address) for address in addresses}
+    if device is not None:
+        return {(address := find_address(device)).device: ask_status(address)}
+    found: dict[str, StatusReply] = {}
+    errors = [UsageError("no device is shared: start a broker with `elbowroom share --device cpu --memory ...`")]
+    for address in list_addresses():
+        try:
+            found[address.device] = ask_status(address)
+        except UsageError as error:  # of a broker that was killed, whose socket is still there
+            errors.append(error)
+    if not found:
+        raise errors[-1]
+    return found
 
 
 def _describe(reply: StatusReply) -> dict[str, object]:
@@ -76,15 +84,17 @@ def _draw(found: dict[str, StatusReply]) -> RenderableType:
         if reply.outside_bytes:
             title += f", {format_bytes(reply.outside_bytes)} held by other programs"
         parts.append(Text(f"{title}; policy {reply.policy}", style="bold"))
-        table = Table(box=None, pad_edge=False)
-        for name in ("job", "pid", "state", "has", "floor", "wants", "step", "loses", "waiting", "steps"):
-            table.add_column(name, justify="left" if name in ("job", "state") else "right", no_wrap=True)
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("job", overflow="ellipsis")
+        for name in ("pid", "state", "has", "floor", "wants", "step", "slower", "steps"):
+            table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
         for job in reply.jobs:
+            state = f"{job.state} {format_seconds(job.waiting_seconds)}" if job.waiting_seconds else job.state
             table.add_row(
-                Text(job.name), str(job.pid), job.state, format_bytes(job.held_bytes), format_bytes(job.floor_bytes),
+                Text(job.name), str(job.pid), state, format_bytes(job.held_bytes), format_bytes(job.floor_bytes),
                 format_bytes(job.wanted_bytes) if job.wanted_bytes else "?",
-                format_seconds(job.step_seconds) if job.step_seconds else "", f"{job.lost_share:.0%}",
-                format_seconds(job.waiting_seconds) if job.waiting_seconds else "", str(job.steps),
+                format_seconds(job.step_seconds) if job.step_seconds else "", f"{1 + job.lost_share:.2f}x",
+                str(job.steps),
             )  # fmt: skip
         parts.append(table)
     return Group(*parts)

@@ -51,8 +51,8 @@ Memory = Annotated[
     str | None,
     typer.Option(
         "--memory",
-        help="Bytes the step may hold: 12GiB or 12G (1024), 12GB (1000), or 90% of the device that --hardware names, "
-        "all of which is taken if this is not given. Nothing is taken off it: leave room for what others hold.",
+        help="Bytes the step may hold: 12GiB or 12G (1024), 12GB (1000), or 90% of the device that --hardware names. "
+        "Default: all of it. Nothing is subtracted: leave room for other programs.",
     ),
 ]
 

@@ -105,7 +105,7 @@ def run(
     options: WorkloadOptions,
     as_json: Json = False,
 ) -> None:
-    """Train for some steps within a budget, and report what happened. Exit code 3 if no plan fits.
+    """Run a script unchanged within a budget, or train a named model for some steps. Exit code 3 if no plan fits.
 
     With a script instead of a SPEC, run it unchanged within a budget:
     elbowroom run --memory-budget 20GiB train.py ARGUMENTS (its options: python -m elbowroom.run --help).

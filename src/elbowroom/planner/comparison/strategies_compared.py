@@ -217,7 +217,8 @@ def compare(
             the slices that fit.
 
     Raises:
-        UnknownMember: there is no such strategy, or nothing of that name to manage or to slice. Raised before anything is planned.
+        UnknownMember: there is no such strategy, or nothing of that name to manage or to slice. Raised before anything
+            is planned.
         UsageError: a strategy has no such option. Raised before anything is planned.
         TraceError: the costs belong to another trace.
 

@@ -61,6 +61,7 @@ class BrokerClient:
     Args:
         address: of the device's broker.
         name, floor_bytes, held_bytes, weight, priority: as in `JoinRequest`.
+        job: as in `JoinRequest`; a new id if not given.
 
     Attributes:
         grant: the latest lease; None before the first one.
@@ -72,7 +73,7 @@ class BrokerClient:
 
     def __init__(
         self, address: BrokerAddress, *, name: str, floor_bytes: int, held_bytes: int, weight: float = 1.0,
-        priority: int = 0,
+        priority: int = 0, job: str | None = None,
     ) -> None:  # fmt: skip
         self.grant: LeaseGrant | None = None
         self.notice = ""
@@ -80,8 +81,8 @@ class BrokerClient:
         self.on_beat: Callable[[], None] | None = None
         self._address = address
         self._join = JoinRequest(
-            sequence=0, name=name, job=uuid.uuid4().hex, floor_bytes=floor_bytes, held_bytes=held_bytes, weight=weight,
-            priority=priority,
+            sequence=0, name=name, job=job or uuid.uuid4().hex, floor_bytes=floor_bytes, held_bytes=held_bytes,
+            weight=weight, priority=priority,
         )  # fmt: skip
         self._beat = (0, 0.0, 0)
         self.refusal = ""
@@ -203,12 +204,20 @@ class BrokerClient:
             self._beat = (steps, seconds, used_bytes)
             self._send_heartbeat()
 
-    def close(self) -> None:
-        """Leave the broker. The job holds nothing any more. If there is no broker, a file tells the next one."""
+    def close(self, *, leaves: bool = True) -> None:
+        """Leave the broker. The job holds nothing any more. If there is no broker, a file tells the next one.
+
+        Args:
+            leaves: False only to hang up: the job's bytes count as taken until another client joins with its id.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         is_own_thread = self._thread is threading.current_thread()
+        if not leaves:
+            self._hang_up()
+            self._thread.join(5.0)
+            return
         if self.refusal:
             self._hang_up()  # the broker reads no more
         if self._socket is None:

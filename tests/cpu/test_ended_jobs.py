@@ -1,0 +1,108 @@
+"""What is left of a job once its room is detached and the program has let go of it: nothing."""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+
+import elbowroom
+from elbowroom.errors import Infeasible
+from elbowroom.hooks.failed_backward import forget_failed_backward
+from elbowroom.ir.hardware import HardwareProfile
+from tests.leaks import list_threads
+
+WIDTH, ROWS = 64, 256
+
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+
+
+def run(
+    model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], mode: str, budget_bytes: int,
+    profile: HardwareProfile,
+) -> list[StorageWeakRef]:  # fmt: skip
+    """Train for some steps. Return the storages of the parameters."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    with elbowroom.fit(model, optimizer, budget_bytes, mode=mode, profile=profile):
+        for _ in range(4):
+            change(model(torch.randn(ROWS, WIDTH))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [StorageWeakRef(each.untyped_storage()) for each in model.parameters()]
+
+
+@pytest.fixture
+def alone(tmp_path: pathlib.Path) -> Iterator[None]:
+    """A process group of one rank."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "auto"])
+@pytest.mark.parametrize("write", [torch.relu_, lambda x: x[:5].mul_(2)._base], ids=["whole", "view"])
+def test_ops_that_wrote_in_place_keep_no_parameters(
+    mode: str, write: Callable[[torch.Tensor], torch.Tensor], profile: HardwareProfile
+) -> None:
+    """Such an op refers to the storage that it wrote to, which refers to the op."""
+    storages = run(make_model(), write, mode, 600_000, profile)
+    gc.collect()
+    assert all(each.expired() for each in storages)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mode", ["dynamic", "auto"])
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_replicas_are_collected(mode: str, option: str, profile: HardwareProfile) -> None:
+    """The reducer keeps the state of the thread that ran a step, and with it the watchers of the step."""
+    model = DistributedDataParallel(make_model(), **{option: True})
+    storages = run(model, lambda x: x, mode, 800_000, profile)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None and all(each.expired() for each in storages)
+
+
+def test_a_backward_pass_that_was_refused_is_dropped(profile: HardwareProfile) -> None:
+    """Autograd keeps the nodes that were ready, and what these have saved, until the next backward pass."""
+    before = list_threads()
+    model, other = make_model(), nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()])
+    refused = []
+
+    def refuse(gradient: torch.Tensor) -> None:
+        refused.append(True)
+        torch.empty(1 << 40, dtype=torch.uint8)
+
+    room = elbowroom.fit([model, other], optimizer, 500_000, mode="dynamic", profile=profile)
+    hidden = model(torch.randn(ROWS, WIDTH))
+    storage = StorageWeakRef(hidden.untyped_storage())
+    total = hidden.tanh().sum()
+    last = other(torch.randn(ROWS, WIDTH))
+    last.register_hook(refuse)
+    total = total + last.tanh().sum()
+    with pytest.raises(Infeasible):
+        total.backward()
+    assert refused
+    room.detach()
+    del room, model, other, optimizer, hidden, last, total
+    gc.collect()
+    assert storage.expired() and list_threads() == before
+
+
+def test_a_failed_backward_pass_is_not_dropped_inside_of_another() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    calls = []
+    total = weight * 2
+    total.register_hook(lambda gradient: calls.append(forget_failed_backward()))
+    total.sum().backward()
+    assert calls == [None] and torch.equal(weight.grad, torch.full((2,), 2.0))  # type: ignore[arg-type]
