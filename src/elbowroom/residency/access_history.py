@@ -173,7 +173,10 @@ class AccessHistory:
     def next_use(self, storage: int) -> int | None:
         """Predict in how many events a storage is needed, from the previous step; None if that is unknown."""
         before = self.find_before(storage)
-        if before is None:
-            return None
-        after = bisect_right(before.needs, self.events - 1)
-        return None if after == len(before.needs) else before.needs[after] - self.events + 1
+        return None if before is None else self.count_until_need(before)
+
+    def count_until_need(self, before: AccessPattern) -> int | None:
+        """Return in how many events a storage is needed that has this pattern in the previous step; None for never."""
+        events = self.events
+        after = bisect_right(before.needs, events - 1)
+        return None if after == len(before.needs) else before.needs[after] - events + 1

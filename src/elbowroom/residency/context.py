@@ -116,20 +116,20 @@ def list_leaves(context: PolicyContext, storage: int) -> list[int]:
     return [] if path is None else [leaf.id for leaf in path.leaves]
 
 
-def replay_seconds(context: PolicyContext, storage: int) -> float:
+def replay_seconds(context: PolicyContext, storage: int, most_seconds: float = math.inf) -> float:
     """Return the seconds to compute a storage again, and first to restore the leaves that have left the device.
 
-    Infinite if it may not be dropped, or if it or one of these leaves cannot be computed.
+    Infinite if it may not be dropped, if it or one of these leaves cannot be computed, or if its ops alone take
+    `most_seconds`.
     """
-    if not context.may_drop(storage):
+    path = context.find_path(storage)
+    if path is None or path.seconds >= most_seconds or not context.may_drop(storage):
         return math.inf
     seconds = 0.0
     seen = {storage}
-    stack = [storage]
+    stack = [path]
     while stack:
-        path = context.find_path(stack.pop())
-        if path is None:
-            return math.inf
+        path = stack.pop()
         seconds += path.seconds
         for leaf in path.leaves:
             if leaf.id in seen:
@@ -137,7 +137,9 @@ def replay_seconds(context: PolicyContext, storage: int) -> float:
             state = context.state(leaf.id)
             if state is State.DROPPED:
                 seen.add(leaf.id)
-                stack.append(leaf.id)
+                if (path_of_leaf := context.find_path(leaf.id)) is None:
+                    return math.inf
+                stack.append(path_of_leaf)
             elif state is State.AWAY:
                 seen.add(leaf.id)
                 seconds += context.move_seconds(context.nbytes(leaf.id))[1]

@@ -98,6 +98,10 @@ class Online:
         """Return the rank of a storage; lower ranks are evicted first, whatever their scores."""
         return 0
 
+    def score(self, storage: int) -> tuple[int, float]:
+        """Return both. The storage whose pair is lowest is evicted first."""
+        return self.rank(storage), self.rate(storage)
+
     def drops(self, storage: int) -> bool:
         """Tell whether to drop a storage rather than offload it; called only where both are possible."""
         return replay_seconds(self.context, storage) < swap_seconds(self.context, storage)
@@ -179,11 +183,11 @@ class Online:
             self._accessed[storage] = moment.seconds
             if self._add(storage) and not isinstance(event, StorageSaved):
                 self.came(storage)
-            nbytes = context.nbytes(storage)
         level_bytes = moment.live_bytes + self.missing_bytes()
         if isinstance(event, StorageNeeded):
             history.needed(storage, moment.busy_seconds, level_bytes)
         elif isinstance(event, StorageSaved):
+            nbytes = context.nbytes(storage) if may_move else nbytes
             history.saved(storage, nbytes, moment.busy_seconds, level_bytes)
 
     def look(self) -> Moment:
@@ -253,7 +257,7 @@ class Online:
             yield storage
 
     def _rate_all(self, storages: Iterable[int]) -> list[tuple[int, float, int]]:
-        rated = [(self.rank(storage), self.rate(storage), storage) for storage in dict.fromkeys(storages)]
+        rated = [(*self.score(storage), storage) for storage in dict.fromkeys(storages)]
         heapq.heapify(rated)
         return rated
 
@@ -270,7 +274,7 @@ class Online:
             if storage not in self._here or not self.context.may_leave(storage):
                 continue
             again.add(storage)
-            heapq.heappush(rated, (self.rank(storage), self.rate(storage), storage))
+            heapq.heappush(rated, (*self.score(storage), storage))
         return None
 
     def _come_early(self) -> list[Intent]:

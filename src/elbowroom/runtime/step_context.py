@@ -37,6 +37,7 @@ class StepContext:
         self._budget_bytes = environment.budget_bytes
         self._free_bytes = self._budget_bytes - self._ledger.live_bytes
         self._recordings: dict[int, Recording | None] = {}
+        self._move_seconds: dict[int, tuple[float, float]] = {}  # by bytes
         self.may_move: Callable[[int], bool] = state.storages.may_move
         self.begin = time.perf_counter()
         self.pinned: list[dict[int, int]] = []
@@ -68,7 +69,10 @@ class StepContext:
         return float(self._state.watcher.busy_seconds)
 
     def move_seconds(self, nbytes: int) -> tuple[float, float]:
-        return offload_seconds(self._link, nbytes), reload_seconds(self._link, nbytes)
+        found = self._move_seconds.get(nbytes)
+        if found is None:
+            found = self._move_seconds[nbytes] = offload_seconds(self._link, nbytes), reload_seconds(self._link, nbytes)
+        return found
 
     def state(self, storage: int) -> State | None:
         return self._state.machine.state(storage)

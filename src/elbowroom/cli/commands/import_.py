@@ -42,8 +42,8 @@ def import_log(
         str | None,
         typer.Option(
             "--hardware",
-            help="Machine whose link is used for moves, which logs do not name; values as for plan. Default: the machine "
-            "of the format's public logs.",
+            help="Machine whose link is used for moves, which logs do not name; values as for plan. Default: the "
+            "machine of the format's public logs.",
         ),
     ] = None,
     release: Annotated[

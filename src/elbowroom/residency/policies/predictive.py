@@ -221,28 +221,37 @@ class Policy(Online):
     # -- scores ---------------------------------------------------------------------------------------------------
 
     def rank(self, storage: int) -> int:
-        if not self._roles:
-            return 2
-        role = self._find_role(storage)
+        return self.score(storage)[0]
+
+    def rate(self, storage: int) -> float:
+        return self.score(storage)[1]
+
+    def score(self, storage: int) -> tuple[int, float]:
+        context, history = self.context, self.history
+        before = history.find_before(storage)
+        role = None if before is None or not self._roles else self._roles.get(before.place)
+        rank = self._rank(storage, role)
+        events = None if before is None else history.count_until_need(before)
+        absent = self.idle_seconds(storage) if events is None else min(events, max(1, self._tight - history.events))
+        nbytes = context.nbytes(storage)
+        weight = nbytes * absent
+        if weight <= 0:
+            return rank, math.inf
+        if rank == 0:
+            return rank, -float(events or 1)
+        if rank == 1:
+            return rank, replay_seconds(context, storage) / weight
+        swap = self._swap_seconds(storage, nbytes, role)
+        # If a copy has begun, it will be a swap.
+        seconds = swap if storage in self._copied else min(swap, replay_seconds(context, storage, swap))
+        return rank, seconds / weight
+
+    def _rank(self, storage: int, role: ForeseenMove | None) -> int:
         if role is None or role.back < self.history.events:
             return 2
         if not role.is_copied:
             return 1
         return 0 if self._copied.get(storage, math.inf) <= self.context.now() else 2
-
-    def rate(self, storage: int) -> float:
-        context = self.context
-        events = self.history.next_use(storage)
-        absent = (
-            self.idle_seconds(storage) if events is None else min(events, max(1, self._tight - self.history.events))
-        )
-        weight = context.nbytes(storage) * absent
-        if weight <= 0:
-            return math.inf
-        rank = self.rank(storage)
-        if rank == 0:
-            return -float(events or 1)
-        return (replay_seconds(context, storage) if rank == 1 else self._miss_seconds(storage)) / weight
 
     def drops(self, storage: int) -> bool:
         role = self._find_role(storage)
@@ -250,19 +259,13 @@ class Policy(Online):
             return False  # a copy is out or under way
         if role is not None and role.back >= self.history.events and not role.is_copied:
             return True
-        return replay_seconds(self.context, storage) < self._swap_seconds(storage)
+        swap = self._swap_seconds(storage, self.context.nbytes(storage), role)
+        return replay_seconds(self.context, storage, swap) < swap
 
-    def _miss_seconds(self, storage: int) -> float:
-        """Return the seconds of swapping or recomputing, whichever is less; of swapping if a copy has begun."""
-        swap = self._swap_seconds(storage)
-        if storage in self._copied:
-            return swap
-        return min(swap, replay_seconds(self.context, storage))
-
-    def _swap_seconds(self, storage: int) -> float:
+    def _swap_seconds(self, storage: int, nbytes: int, role: ForeseenMove | None) -> float:
         """Return the seconds of a swap, with the copies queued before it; without the reload, if that is planned."""
-        context, role = self.context, self._find_role(storage)
-        out, back = context.move_seconds(context.nbytes(storage))
+        context = self.context
+        out, back = context.move_seconds(nbytes)
         if role is not None and role.is_copied and role.back > self.history.events:
             back = 0.0
         if storage in self._copied:
