@@ -286,14 +286,21 @@ def list_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> tuple[Optimiz
     """
     expected = "expected a torch.optim.Optimizer, or a list of them, as the optimizer"
     if isinstance(optimizer, Optimizer):
-        return (optimizer,)
+        return (_unwrap(optimizer),)
     if isinstance(optimizer, torch.nn.Module) or not isinstance(optimizer, Iterable):
         raise UsageError(f"{expected}, not {_name_type(optimizer)}")
     found = tuple(optimizer)
     for item in found:
         if not isinstance(item, Optimizer):
             raise UsageError(f"{expected}; this list has {_name_type(item)} in it")
-    return found
+    return tuple(map(_unwrap, found))
+
+
+def _unwrap(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside another one, which keeps it in its attribute `optimizer`, as Accelerate's does."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _check_options(step: object, profile: object) -> None:

@@ -23,6 +23,9 @@ CHOICES = {
 }
 """Values of the options that take one of a few."""
 
+SWITCHES = {"0": False, "1": True, "false": False, "true": True}
+"""Values of the options that are on or off, as text."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -133,17 +136,19 @@ def _read_value(name: str, value: object, given_as: str) -> object:
         if name == "settling_steps":
             steps = int(str(value))
             if steps < 1:
-                raise ValueError(f"{name} is {steps}")
+                raise ValueError("it takes a number of steps, at least 1")
             return steps
         if name == "priority":
             return int(str(value))
         if name in ("weight", "rank_timeout_seconds"):
             number = float(str(value))
             if not 0 < number < math.inf:
-                raise ValueError(f"{name} is {number}")
+                raise ValueError("it takes a number above 0")
             return number
         if name in ("always_watch", "exact", "op_time_store", "profile_store"):
-            return value if isinstance(value, bool) else {"0": False, "1": True}[str(value)]
+            if str(value).lower() not in SWITCHES:
+                raise ValueError("it takes True or False (in a variable 1 or 0)")
+            return SWITCHES[str(value).lower()]
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text:
             raise ValueError("it takes some text")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -111,12 +112,18 @@ class OptimizerSteps:
         self._is_closed = False
         self._missed: set[int] = set()
         self._models = list_models(model)
-        self._calls: ModelCalls | None = ModelCalls(model, self)
-        self._removals = [each.register_step_pre_hook(self._begin_update).remove for each in self._optimizers]
-        self._removals += [each.register_step_post_hook(self._end_after).remove for each in self._optimizers]
-        self._removals.append(register_optimizer_step_post_hook(self._end_after_other).remove)
-        self._removals.append(listen(self))
-        stay_watched()  # steps may begin and end in compiled functions
+        self._calls: ModelCalls | None = None
+        self._removals: list[Callable[[], None]] = []
+        with contextlib.ExitStack() as undoing:
+            undoing.callback(self.close)
+            self._calls = ModelCalls(model, self)
+            for each in self._optimizers:
+                self._removals.append(each.register_step_pre_hook(self._begin_update).remove)
+                self._removals.append(each.register_step_post_hook(self._end_after).remove)
+            self._removals.append(register_optimizer_step_post_hook(self._end_after_other).remove)
+            self._removals.append(listen(self))
+            stay_watched()  # steps may begin and end in compiled functions
+            undoing.pop_all()
 
     @property
     def is_running(self) -> bool:

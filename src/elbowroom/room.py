@@ -96,12 +96,12 @@ class Room:
             self._ledger.adopt([*job.list_residents(), *list_attribute_tensors(job.model, device)])
             if step is not None and config.mode != "dynamic":
                 plan_ahead(job, self._pager, self._modes.captured, budget_bytes, step)
+            if finds_steps:
+                self._steps.find(model, job.optimizers)
             undoing.pop_all()
         if device.type == "cuda":
             cut_blocks_to_size()
         attach_mark(model)
-        if finds_steps:
-            self._steps.find(model, job.optimizers)
         self._detached = False
 
     @property

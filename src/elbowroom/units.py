@@ -6,6 +6,7 @@ Inside Elbowroom bytes are `int` and seconds are `float`.
 from __future__ import annotations
 
 import math
+import numbers
 import re
 
 _POWERS = {"": 1, "b": 1}
@@ -30,6 +31,8 @@ def parse_bytes(value: int | float | str, *, device_bytes: int | None = None, pe
     Raises:
         ValueError: not an amount, not positive, not finite, a share outside (0, 100], or a share of an unknown amount.
     """
+    if isinstance(value, numbers.Real) and not isinstance(value, (bool, int, float)):  # NumPy's
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"an amount of memory must be a number or text like '8GiB', not {value!r}")
     if isinstance(value, str):

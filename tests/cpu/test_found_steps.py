@@ -373,3 +373,39 @@ def test_a_part_in_torchscript_does_no_harm(profile: HardwareProfile) -> None:
     with fit(job, profile, PLENTY) as room:
         for index, _ in enumerate(plainest(job)):
             assert len(room.journal().steps) == index + 1
+
+
+def test_a_fit_that_fails_leaves_nothing_behind(profile: HardwareProfile) -> None:
+    """An optimizer whose constructor does not call that of PyTorch has no hooks."""
+
+    class Bare(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            self.param_groups = [{"params": list(parameters)}]
+            self.state = {}  # type: ignore[assignment]
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):  # the model is not marked
+        with pytest.raises(AttributeError):
+            elbowroom.fit(model, [optimizer, Bare(model.parameters())], 1 << 30, profile=profile)
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    elbowroom.fit(model, optimizer, 1 << 30, profile=profile).detach()
+
+
+def test_the_optimizer_inside_another_one_ends_steps(profile: HardwareProfile) -> None:
+    """Accelerate's optimizer holds one of PyTorch, and has no hooks of its own."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self, *args: Any) -> None:  # type: ignore[override]
+            self.optimizer.step(*args)
+
+    model = nn.Linear(4, 4)
+    optimizer = Wrapper(torch.optim.SGD(model.parameters()))
+    with elbowroom.fit(model, optimizer, 1 << 30, profile=profile) as room:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert len(room.journal().steps) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -144,8 +145,8 @@ def test_transformers_after_a_failure(where: str, tmp_path: pathlib.Path, profil
         train_gpt(tmp_path, callback, model=model, steps=1)
     handle.remove()
     assert callback.room is not None
-    with callback.room.step():  # the other one has ended
-        pass
+    with pytest.raises(UsageError, match="this room is detached"):
+        callback.room.begin_step()
     train_gpt(tmp_path, callback, model=model, steps=1)
     assert len(callback.room.journal().steps) == 1
 
@@ -173,6 +174,25 @@ def test_transformers_tries_smaller_batches(tmp_path: pathlib.Path, profile: Har
     Batches(make_gpt(), arguments, train_dataset=make_texts(), callbacks=[callback]).train()
     assert sizes[0] == 6 and sizes[-2:] == [sizes[-1]] * 2 and sizes[-1] <= 4
     assert callback.room is not None and len(callback.room.journal().steps) == 2
+
+
+def test_transformers_lets_go_of_a_model_whose_training_failed(
+    tmp_path: pathlib.Path, profile: HardwareProfile
+) -> None:
+    """So that another Trainer can train it within a larger budget, while the first one is still there."""
+    from transformers import Trainer, TrainingArguments
+
+    from elbowroom.integrations.transformers import ElbowroomCallback
+
+    model, trainers = make_gpt(), []
+    for budget in ("100KiB", "1GiB"):
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no"
+        )
+        callback = ElbowroomCallback(budget, profile=profile, **QUICK)
+        trainers.append(Trainer(model, arguments, train_dataset=make_texts(), callbacks=[callback]))
+        with pytest.raises(Infeasible) if budget == "100KiB" else contextlib.nullcontext():
+            trainers[-1].train()
 
 
 def test_peft(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:

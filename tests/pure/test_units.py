@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -36,6 +37,10 @@ from elbowroom.units import format_bytes, format_seconds, parse_bytes
 )
 def test_amounts(text: int | float | str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
+
+
+def test_numbers_of_numpy() -> None:
+    assert parse_bytes(numpy.int64(7)) == 7 and parse_bytes(numpy.float32(2.5)) == 2  # type: ignore[arg-type]
 
 
 def test_shares() -> None:

@@ -127,11 +127,12 @@ class ElbowroomCallback(TrainerCallback):
                 load_learned(self.room, learned)
                 return
 
-    def abort_step(self, error: BaseException) -> None:
-        """End the step that an error aborts, if one is running."""
+    def abort(self, error: BaseException) -> None:
+        """End the step that an error aborts, if one is running, and detach the room."""
         if self.room is not None and self._is_running:
             self._is_running = False
             self.room.end_step(error)
+        self._close()
 
     def _close(self) -> None:
         self._is_running = False
@@ -152,7 +153,7 @@ def watch_training_loops() -> None:
         except BaseException as error:
             for each in trainer.callback_handler.callbacks:
                 if isinstance(each, ElbowroomCallback):
-                    each.abort_step(error)
+                    each.abort(error)
             if isinstance(error, NO_ROOM) and trainer.args.auto_find_batch_size:
                 raise RuntimeError(f"{OUT_OF_MEMORY}: {error}") from error  # a smaller batch is tried then
             raise

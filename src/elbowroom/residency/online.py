@@ -94,13 +94,9 @@ class Online:
         """Return the score of a storage; the lowest is evicted first."""
         raise NotImplementedError
 
-    def rank(self, storage: int) -> int:
-        """Return the rank of a storage; lower ranks are evicted first, whatever their scores."""
-        return 0
-
-    def score(self, storage: int) -> tuple[int, float]:
-        """Return both. The storage whose pair is lowest is evicted first."""
-        return self.rank(storage), self.rate(storage)
+    def rank(self, storage: int) -> tuple[int, float]:
+        """Return the rank and the score of a storage; lower ranks are evicted first, whatever their scores."""
+        return 0, self.rate(storage)
 
     def drops(self, storage: int) -> bool:
         """Tell whether to drop a storage rather than offload it; called only where both are possible."""
@@ -257,7 +253,7 @@ class Online:
             yield storage
 
     def _rate_all(self, storages: Iterable[int]) -> list[tuple[int, float, int]]:
-        rated = [(*self.score(storage), storage) for storage in dict.fromkeys(storages)]
+        rated = [(*self.rank(storage), storage) for storage in dict.fromkeys(storages)]
         heapq.heapify(rated)
         return rated
 
@@ -274,7 +270,7 @@ class Online:
             if storage not in self._here or not self.context.may_leave(storage):
                 continue
             again.add(storage)
-            heapq.heappush(rated, (*self.score(storage), storage))
+            heapq.heappush(rated, (*self.rank(storage), storage))
         return None
 
     def _come_early(self) -> list[Intent]:

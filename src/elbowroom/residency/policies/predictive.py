@@ -220,17 +220,14 @@ class Policy(Online):
 
     # -- scores ---------------------------------------------------------------------------------------------------
 
-    def rank(self, storage: int) -> int:
-        return self.score(storage)[0]
-
     def rate(self, storage: int) -> float:
-        return self.score(storage)[1]
+        return self.rank(storage)[1]
 
-    def score(self, storage: int) -> tuple[int, float]:
+    def rank(self, storage: int) -> tuple[int, float]:
         context, history = self.context, self.history
         before = history.find_before(storage)
         role = None if before is None or not self._roles else self._roles.get(before.place)
-        rank = self._rank(storage, role)
+        rank = self._find_rank(storage, role)
         events = None if before is None else history.count_until_need(before)
         absent = self.idle_seconds(storage) if events is None else min(events, max(1, self._tight - history.events))
         nbytes = context.nbytes(storage)
@@ -246,7 +243,7 @@ class Policy(Online):
         seconds = swap if storage in self._copied else min(swap, replay_seconds(context, storage, swap))
         return rank, seconds / weight
 
-    def _rank(self, storage: int, role: ForeseenMove | None) -> int:
+    def _find_rank(self, storage: int, role: ForeseenMove | None) -> int:
         if role is None or role.back < self.history.events:
             return 2
         if not role.is_copied:
