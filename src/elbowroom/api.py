@@ -21,7 +21,7 @@ from elbowroom.hardware.memory import parse_budget
 from elbowroom.hardware.past_times import PastTimes
 from elbowroom.hardware.profile_store import load_or_probe
 from elbowroom.hooks.several_models import SeveralModels, list_models
-from elbowroom.hooks.sharded import find_sharded, is_sharded
+from elbowroom.hooks.sharded import find_sharded, find_wrapper, is_sharded
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Trace
 from elbowroom.ir.unused_state import leave_out_unused_state
@@ -108,6 +108,8 @@ def open_room(
     config = read_config(**options)
     get(policies, config.policy, "Policy")
     find_strategy(config.strategy)
+    if isinstance(model, torch.nn.Module):
+        model = find_wrapper(model)  # whose gradient buckets count
     model, optimizers = gather_models(model), list_optimizers(optimizer)
     device = find_device(model)
     _check_options(step, profile)

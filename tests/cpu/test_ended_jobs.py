@@ -106,3 +106,17 @@ def test_a_failed_backward_pass_is_not_dropped_inside_of_another() -> None:
     total.register_hook(lambda gradient: calls.append(forget_failed_backward()))
     total.sum().backward()
     assert calls == [None] and torch.equal(weight.grad, torch.full((2,), 2.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_is_fitted_with_the_replica_around_it(profile: HardwareProfile) -> None:
+    """The gradient buckets of `DistributedDataParallel` count, whichever of both `fit` is given."""
+    live_bytes = []
+    for is_inner in (False, True):
+        model = DistributedDataParallel(make_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with elbowroom.fit(model.module if is_inner else model, optimizer, 1 << 30, profile=profile) as room:
+            live_bytes.append(room._ledger.live_bytes)
+        del model, optimizer
+        gc.collect()
+    assert live_bytes[0] == live_bytes[1]

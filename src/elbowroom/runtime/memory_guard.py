@@ -231,6 +231,12 @@ class MemoryGuard:
                 "Compiled code runs as one op: what it reads and what it holds inside stays until it returns. Compile "
                 "smaller parts, and leave an optimizer's step uncompiled."
             )
+        least_bytes = self._state.storages.min_bytes
+        if sum(each for each in self._state.saved_tensors.sizes if each < least_bytes) > self._budget_bytes // 2:
+            notes.append(
+                f"Many saved tensors are smaller than min_offload_bytes ({format_bytes(least_bytes)}), and stay: pass "
+                "a smaller min_offload_bytes."
+            )
         if op.startswith("aten.") and op not in list_rules():
             notes.append(f"{op} cannot run in slices.")
         return " ".join(notes)
