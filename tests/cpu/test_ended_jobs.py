@@ -6,6 +6,7 @@ import gc
 import pathlib
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,13 @@ def test_a_backward_pass_that_was_refused_is_dropped(profile: HardwareProfile) -
     del room, model, other, optimizer, hidden, last, total
     gc.collect()
     assert storage.expired() and list_threads() == before
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+def test_a_failed_backward_pass_is_dropped_in_any_mode(context: Callable[[], Any]) -> None:
+    with context():
+        forget_failed_backward()
+    assert torch.func.grad(lambda x: forget_failed_backward() or x * x)(torch.tensor(3.0)) == 6
 
 
 def test_a_failed_backward_pass_is_not_dropped_inside_of_another() -> None:

@@ -11,9 +11,10 @@ def forget_failed_backward() -> None:
     """Have autograd drop the nodes of this thread that were ready when a backward pass failed, with what they saved.
 
     It keeps them in the thread's queue until the next backward pass begins, before which the next forward pass may need
-    their memory. Does nothing inside a backward pass.
+    their memory. Does nothing inside a backward pass or a function that `torch.func` transforms.
     """
-    if torch._C._current_graph_task_id() != -1:
+    if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
-    with _disable_current_modes(), torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
+    hides = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # the program's are not called
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), hides:
         torch.ones((), requires_grad=True).clone().backward()
