@@ -343,12 +343,12 @@ def run_within_lease(
     held = {each._cdata: each.nbytes() for each in storages}
     if lease is not None:
         lease.check_free(config)
-    ended = [client for client in list(_ENDED) if _count_left(client, held) <= LITTLE_BYTES]
     job = None
-    for client in ended:
-        former, _ = _ENDED.pop(client)
+    for client in list(_ENDED):
+        if _count_left(client, held) > LITTLE_BYTES or (former := _ENDED.pop(client, None)) is None:
+            continue  # more is left of it, or its own thread has just left the broker
         client.close(leaves=lease is not None or job is not None)
-        job = job or former  # its bytes count as taken until this job joins by its id
+        job = job or former[0]  # its bytes count as taken until this job joins by its id
     if lease is None:
         held_bytes = sum(held.values())
         lease = SharedLease(str(device), type(model).__name__, held_bytes, config, job=job)

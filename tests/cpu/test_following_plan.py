@@ -137,10 +137,14 @@ def test_a_planned_step_that_takes_more_stays_within_the_budget(
             found, records = train(program, budget, profile, strategy=strategy)
         except Infeasible:
             continue
-        feasible += 1
         assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
         assert max(record.peak_bytes or 0 for record in records) <= budget, share
-        assert [record.mode for record in records[3:ODD]] == [Mode.PLANNED] * (ODD - 3)
+        modes = {record.mode for record in records[3:ODD]}
+        if Mode.PLANNED not in modes:
+            assert not strategy.startswith("auto")
+            continue  # the strategy has no plan that fits
+        feasible += 1
+        assert modes == {Mode.PLANNED}
         odd += records[ODD].mode is Mode.DRIFTED
     assert feasible
     takes_more = (plain[ODD].peak_bytes or 0) > usual  # or it has room where others have their peak

@@ -139,7 +139,7 @@ def test_gradients_come_back_before_a_replica_reads_them(away: Away) -> None:
 
         call(lambda _: pager.make_room(EVERYTHING))
         call(note("before"))
-        gradients = ReplicaGradients([types.SimpleNamespace(module=away.job.model)], pager)
+        gradients = ReplicaGradients([types.SimpleNamespace(module=away.job.model, static_graph=False)], pager)
         call(note("after"))
         away.train_on()
         gradients.close()
