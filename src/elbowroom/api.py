@@ -108,9 +108,8 @@ def open_room(
     config = read_config(**options)
     get(policies, config.policy, "Policy")
     find_strategy(config.strategy)
-    if isinstance(model, torch.nn.Module):
-        model = find_wrapper(model)  # whose gradient buckets count
-    model, optimizers = gather_models(model), list_optimizers(optimizer)
+    wrappers = [find_wrapper(each) for each in list_models(gather_models(model))]  # whose gradient buckets count
+    model, optimizers = gather_models(wrappers), list_optimizers(optimizer)
     device = find_device(model)
     _check_options(step, profile)
     budget = _read_budget(memory_budget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 import uuid
@@ -65,6 +66,16 @@ class LeaseHolder(Protocol):
         """Return the figures of the last step."""
 
 
+class LeaseUse(enum.Enum):
+    """Use of a lease."""
+
+    FREE = enum.auto()
+    """No room has it yet."""
+    BY_ROOM = enum.auto()
+    ENDED = enum.auto()
+    """It was given back."""
+
+
 class SharedLease:
     """Joins the broker of a device, and takes up its leases between steps.
 
@@ -87,7 +98,7 @@ class SharedLease:
         self._config = config
         self._needs_broker = config.without_broker == "stop"
         self._is_refused = self._rests = False
-        self._has_room = self._has_ended = False
+        self._use = LeaseUse.FREE
         self._job = job or uuid.uuid4().hex
         self._fronts = JobFront(config)
         self._floor_bytes = floor_bytes or config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
@@ -105,9 +116,9 @@ class SharedLease:
         Raises:
             UsageError: it has ended, another room has it, or the options differ from what the broker was told.
         """
-        if self._has_ended:
-            raise UsageError("this lease has ended with its room: call elbowroom.wait_for_lease again")
-        if self._has_room:
+        if self._use is LeaseUse.ENDED:
+            raise UsageError("this lease has ended: call elbowroom.wait_for_lease again")
+        if self._use is LeaseUse.BY_ROOM:
             raise UsageError("this lease has a room already: detach that, and call elbowroom.wait_for_lease again")
         default, named = Config(), ("weight", "priority", "without_broker", "least_bytes")
         given = [
@@ -194,7 +205,7 @@ class SharedLease:
 
     def take_room(self, room: LeaseHolder) -> None:
         """Note which room has this lease. No step of it runs yet."""
-        self._has_room = True
+        self._use = LeaseUse.BY_ROOM
         self.begin_idle(room)
 
     def begin_idle(self, room: LeaseHolder) -> None:
@@ -203,7 +214,7 @@ class SharedLease:
 
     def close(self, residents: Sequence[torch.Tensor] = ()) -> None:
         """Give back the lease. `residents` on a CPU count as taken until they are gone, or their process is."""
-        self._has_ended = True
+        self._use = LeaseUse.ENDED
         held = {
             each._cdata: (StorageWeakRef(each), each.nbytes())
             for tensor in residents

@@ -32,7 +32,7 @@ from elbowroom.sharing.messages import (
     encode_message,
 )
 from elbowroom.sharing.transport.address import BrokerAddress, find_address
-from elbowroom.sharing.transport.client import BrokerClient, ask_status
+from elbowroom.sharing.transport.client import BrokerClient, _hang_up_at_exit, ask_status
 from elbowroom.sharing.transport.processes import read_apps
 from elbowroom.sharing.transport.server import TICK_SECONDS
 from elbowroom.sharing.waiting import explain_wait
@@ -327,6 +327,21 @@ def test_a_waiting_job_is_told_of_disconnected_jobs_by_name() -> None:
     assert "held by: first (pid 7, disconnected) 2.0 MiB. It is due" in text
     assert "programs outside of the broker 3.0 MiB" in explain_wait(job, [job], [], 3 * MIB, 30.0)
     assert explain_wait(job, [job], [], 0, None).endswith("it runs once those before it have ended.")
+
+
+def test_jobs_hang_up_before_a_process_that_ends_slowly_seems_silent(stage: Stage) -> None:
+    """Their bytes count until the process has ended."""
+    stage.start_broker()
+    joined = BrokerClient(stage.address, name="slow", floor_bytes=50 * MIB, held_bytes=20 * MIB)
+    wait_until(lambda: joined.grant is not None)
+    _hang_up_at_exit()
+
+    def list_disconnected() -> list[int]:
+        reply = stage.try_status()
+        return [] if reply is None else [each.held_bytes for each in reply.jobs if each.state == "disconnected"]
+
+    wait_until(lambda: bool(list_disconnected()))
+    assert list_disconnected()[0] >= 50 * MIB and not joined._thread.is_alive()
 
 
 SLOW = """

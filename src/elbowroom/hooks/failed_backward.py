@@ -17,4 +17,4 @@ def forget_failed_backward() -> None:
         return
     hides = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # the program's are not called
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), hides:
-        torch.ones((), requires_grad=True).clone().backward()
+        torch.ones((), device="cpu", requires_grad=True).clone().backward()

@@ -12,7 +12,6 @@ from transformers import Trainer, TrainerCallback
 
 from elbowroom.api import open_room
 from elbowroom.errors import NO_ROOM
-from elbowroom.hooks.sharded import find_wrapper
 from elbowroom.integrations.learned_file import load_learned, read_learned, save_learned
 from elbowroom.integrations.logged_metrics import list_metrics
 from elbowroom.integrations.wrapped_optimizers import unwrap_optimizer
@@ -78,8 +77,7 @@ class ElbowroomCallback(TrainerCallback):
         """
         self._close()
         optimizer = unwrap_optimizer(kwargs["optimizer"])
-        model = find_wrapper(kwargs["model"])
-        models = [model, *self._other_models]
+        models = [kwargs["model"], *self._other_models]
         self.room = open_room(models, optimizer, self._memory_budget, profile=self._profile, **self._options)
         self._profile = self.room.profile
         if state.global_step:

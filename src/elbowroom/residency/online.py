@@ -4,7 +4,7 @@
     StorageSaved      if little memory is free, begin to copy out the next victim
     StorageNeeded     if memory is free, reload offloaded storages early
 
-`context.PolicyContext` lists the queries to a driver. Policies differ in `rate`, `rank`, `drops` and `list_next`.
+`context.PolicyContext` lists the queries to a driver. Policies differ in `rate`, `score`, `drops` and `list_next`.
 
 Source: scoring a sample: M. Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, appendix; here the sample
 size is fixed, so that the cost of a decision does not depend on the number of storages.
@@ -91,11 +91,11 @@ class Online:
     # -- for subclasses to override -------------------------------------------------------------------------------
 
     def rate(self, storage: int) -> float:
-        """Return the score of a storage; the lowest is evicted first."""
+        """Return the rating of a storage; the lowest is evicted first."""
         raise NotImplementedError
 
-    def rank(self, storage: int) -> tuple[int, float]:
-        """Return the rank and the score of a storage; lower ranks are evicted first, whatever their scores."""
+    def score(self, storage: int) -> tuple[int, float]:
+        """Return the rank and the rating of a storage; lower ranks are evicted first, whatever their ratings."""
         return 0, self.rate(storage)
 
     def drops(self, storage: int) -> bool:
@@ -253,7 +253,7 @@ class Online:
             yield storage
 
     def _rate_all(self, storages: Iterable[int]) -> list[tuple[int, float, int]]:
-        rated = [(*self.rank(storage), storage) for storage in dict.fromkeys(storages)]
+        rated = [(*self.score(storage), storage) for storage in dict.fromkeys(storages)]
         heapq.heapify(rated)
         return rated
 
@@ -270,7 +270,7 @@ class Online:
             if storage not in self._here or not self.context.may_leave(storage):
                 continue
             again.add(storage)
-            heapq.heappush(rated, (*self.rank(storage), storage))
+            heapq.heappush(rated, (*self.score(storage), storage))
         return None
 
     def _come_early(self) -> list[Intent]:

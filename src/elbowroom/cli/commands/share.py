@@ -111,8 +111,11 @@ def _serve(terminal: Terminal, device: str, options: BrokerOptions) -> None:
 
 
 def _has_cuda() -> bool:
-    import torch
-
+    """Return False if PyTorch finds no CUDA device. Without PyTorch that is not known."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return True
     return torch.cuda.is_available()
 
 

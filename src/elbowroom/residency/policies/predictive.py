@@ -221,9 +221,9 @@ class Policy(Online):
     # -- scores ---------------------------------------------------------------------------------------------------
 
     def rate(self, storage: int) -> float:
-        return self.rank(storage)[1]
+        return self.score(storage)[1]
 
-    def rank(self, storage: int) -> tuple[int, float]:
+    def score(self, storage: int) -> tuple[int, float]:
         context, history = self.context, self.history
         before = history.find_before(storage)
         role = None if before is None or not self._roles else self._roles.get(before.place)
