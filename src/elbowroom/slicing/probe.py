@@ -86,9 +86,9 @@ def probe_passes(
         store: answers known so far; new ones are added, except TOO_LARGE, which depends on the limit. Default: none
             are kept.
         limit_bytes: bytes that the probe's tensors may take, without the workspace of kernels. If the whole op does not
-            fit, fewer slices of the same sizes are compared with an op that is as much smaller, unless that is so small
-            that kernels may compute it in another way. Ops that choose by size (`BY_SIZE`) are computed as a whole.
-        folder: of temporary files that hold the tensors of these ops, on the CPU; None for none.
+            fit, fewer slices of the same sizes are compared with an op that is as much smaller, unless kernels may
+            compute that in another way: it is too small, or they choose by size (`BY_SIZE`).
+        folder: of temporary files that hold the tensors of the whole op then, on the CPU; None for none.
 
     Returns:
         the weakest answer of all passes.
@@ -144,25 +144,22 @@ def _probe(
             together[slice_pass] = ranges
             whole = described
         else:
-            answer = None if folder is None else _probe_in_files(described, part, ranges, call, folder)
-            answers[slice_pass] = answer or _probe_smaller(call, slice_pass, ranges, limit_bytes)
+            answers[slice_pass] = _probe_smaller(call, slice_pass, ranges, limit_bytes)
+            if answers[slice_pass] is Exactness.TOO_LARGE and folder is not None:
+                answers[slice_pass] = _probe_in_files(described, part, ranges, call.reads[0].device, folder)
     if together:
         inexact = _find_inexact(whole, together, call.reads[0].device)
         answers.update({each: Exactness.INEXACT if each in inexact else Exactness.PROVEN for each in together})
     return answers
 
 
-def _probe_in_files(
-    described: OpCall, slice_pass: SlicePass, ranges: Ranges, call: OpCall, folder: str
-) -> Exactness | None:
-    """Probe a pass with the whole op, whose tensors are in temporary files; None if they cannot be, or need not."""
-    device = call.reads[0].device
-    if device.type != "cpu" or not _depends_on_size(call, slice_pass):
-        return None
-    with contextlib.suppress(*NO_ROOM, RuntimeError), memory_in_files(folder):
-        inexact = _find_inexact(described, {slice_pass: ranges}, device)
-        return Exactness.INEXACT if inexact else Exactness.PROVEN
-    return None
+def _probe_in_files(call: OpCall, slice_pass: SlicePass, ranges: Ranges, device: torch.device, folder: str) -> Exactness:
+    """Probe a pass with the whole op, whose tensors are in temporary files; TOO_LARGE if they cannot be."""
+    if device.type == "cpu" and (not find_telling(call) or _are_whole_vectors(call, slice_pass, ranges)):
+        with contextlib.suppress(*NO_ROOM, RuntimeError), memory_in_files(folder):
+            inexact = _find_inexact(call, {slice_pass: ranges}, device)
+            return Exactness.INEXACT if inexact else Exactness.PROVEN
+    return Exactness.TOO_LARGE
 
 
 @contextlib.contextmanager
