@@ -461,6 +461,20 @@ def test_a_probe_within_a_limit_compares_fewer_slices(tmp_path: pathlib.Path) ->
     assert answer is Exactness.TOO_LARGE  # few channels
 
 
+def test_ops_too_small_to_be_compared_in_part_are_compared_whole(tmp_path: pathlib.Path) -> None:
+    """Two of three slices of this batch do not fit the probe, and one alone tells nothing."""
+    args = (torch.randn(6, 8, 16, 16), torch.randn(6, 3, 16, 16), torch.randn(8, 3, 3, 3), None, [1, 1], [1, 1], [1, 1])
+    args = (*args, False, [0, 0], 1, [True, False, False])
+    passes = find_passes(aten.convolution_backward.default, args, {})[0]
+
+    def probe(limit_bytes: float = 48_000, folder: str | None = None) -> Exactness:
+        op = aten.convolution_backward.default
+        return probe_passes(op, args, {}, passes, 3, limit_bytes=limit_bytes, folder=folder)
+
+    assert probe() is Exactness.TOO_LARGE
+    assert probe(folder=str(tmp_path)) is probe(math.inf)
+
+
 def test_products_are_compared_as_a_whole(tmp_path: pathlib.Path) -> None:
     """Kernels add the products of a few rows in another order than those of many, at sizes that no rule knows."""
     some, other, parts = torch.randn(1024, 2048), torch.randn(2048, 768), 8
