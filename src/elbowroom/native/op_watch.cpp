@@ -434,7 +434,7 @@ void OpWatch::note_result(const at::Tensor& tensor, Origin origin) {
   const c10::Storage& storage = tensor.storage();
   if (static_cast<int64_t>(storage.nbytes()) < noted_bytes_) return;
   const std::lock_guard<std::mutex> guard(table_->mutex);
-  const bool may_be_gradient = origin == Origin::FACTORY || (origin == Origin::OP && is_in_backward_pass());
+  const bool may_be_gradient = origin == Origin::FACTORY || (origin == Origin::OP && may_make_gradients());
   const auto is_last = [&](const Result& last) { return last.storage._unsafe_get_target() == storage.unsafeGetStorageImpl(); };
   if (!results_.empty() && is_last(results_.back()) && results_.back().may_be_gradient <= may_be_gradient) return;
   if (results_.size() >= sweep_results_at_) {

@@ -528,6 +528,10 @@ void update_key() {
 
 bool is_in_backward_pass() { return torch::autograd::get_current_graph_task_id() != -1; }
 
+bool may_make_gradients() {
+  return is_in_backward_pass() && (!c10::GradMode::is_enabled() || torch::autograd::get_current_graph_task_keep_graph());
+}
+
 void leave_again(Thread& thread) {
   if (is_in_backward_pass()) return;
   thread.has_left = false;

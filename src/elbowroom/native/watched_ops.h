@@ -152,6 +152,9 @@ class Running {
 bool is_key_active();
 // Whether this thread runs a backward pass.
 bool is_in_backward_pass();
+// Whether what an op makes now may be a gradient, and not what checkpointing computes again: a backward pass that keeps no
+// graph runs without gradient mode.
+bool may_make_gradients();
 
 // Notes seconds that this thread has spent in our own Python code.
 void lose_seconds(double seconds);

@@ -13,6 +13,7 @@ from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_regions import is_in_region
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.storage_ids import get_any_storage
+from elbowroom.hooks.unsharded_weights import is_gathered
 from elbowroom.ir.actions import Action
 from elbowroom.ir.events import PressureRaised
 from elbowroom.residency.online import AHEAD
@@ -218,7 +219,14 @@ class MemoryGuard:
     def _note(self, op: str, here: Sequence[torch.UntypedStorage]) -> str:
         notes = []
         moves_state = self._pager is not None and self._pager.is_active
+        gathered = {id(each): each.nbytes() for each in here if is_gathered(each)}
+        if gathered:
+            notes.append(
+                f"{format_bytes(sum(gathered.values()))} of the parameters are those that FSDP has gathered: shard "
+                "smaller modules, with reshard_after_forward=True."
+            )
         shared = {id(each): each.nbytes() for each in here if is_shared(each)} if moves_state else {}
+        shared = {key: nbytes for key, nbytes in shared.items() if key not in gathered}
         if shared:
             notes.append(
                 f"{format_bytes(sum(shared.values()))} of the state stay, since NumPy, another process or another "
