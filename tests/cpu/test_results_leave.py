@@ -248,6 +248,31 @@ def test_a_plan_is_left_inside_functional_call(profile: HardwareProfile) -> None
     assert all(torch.equal(*pair) for pair in zip(run(None), run(12_000_000), strict=True))
 
 
+def test_what_checkpointing_computes_again_is_no_gradient(profile: HardwareProfile) -> None:
+    """The results that may be gradients stay in distributed jobs, as their addresses are read there."""
+    seen: list[tuple[bool, list[bool]]] = []
+
+    class Looks(nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.look(rows, is_gradient=False)
+            rows.register_hook(functools.partial(self.look, is_gradient=True))
+            return rows.tanh()
+
+        def look(self, found: torch.Tensor, is_gradient: bool) -> None:
+            runner = room._modes.runner
+            assert runner is not None
+            storage = found.untyped_storage()
+            listed = runner.state.watcher.list_results()
+            seen.append((is_gradient, [may_be for each, may_be in listed if each._cdata == storage._cdata]))
+
+    model = nn.Sequential(nn.Linear(WIDTH, INNER), Looks(), nn.Linear(INNER, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with elbowroom.fit(model, optimizer, 4_000_000, mode="dynamic", min_offload_bytes=1024, profile=profile) as room:
+        with room.step():
+            checkpoint(model, torch.randn(ROWS, WIDTH), use_reentrant=False).square().mean().backward()
+        assert seen == [(False, [False]), (False, [False]), (True, [True])]
+
+
 def multiply_sparse(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """A sparse tensor holds a result, and ops that read it do not tell."""
     hidden = model[0](batch)
