@@ -109,7 +109,7 @@ def measure(options: argparse.Namespace, budget_bytes: int, *, is_limited: bool)
     if budget_bytes:
         records = room.journal().steps
         found["peak_bytes"] = max(record.peak_bytes or 0 for record in records)
-        found["sliced"] = dict(room._modes.sliced_ops.counts)
+        found["sliced"] = dict(room._metering.sliced.counts)
         found["offloaded_bytes"], found["reloaded_bytes"] = records[-1].offloaded_bytes, records[-1].reloaded_bytes
     return found
 

@@ -54,7 +54,7 @@ class CapturedSteps:
     @property
     def is_paging(self) -> bool:
         """True if model state or results of ops have left memory in this room: then a step may run without a plan."""
-        return self._pager.is_active or bool(self._sliced_ops.counts)
+        return self._pager.is_active or bool(self._sliced_ops.figures.counts)
 
     def plan(self, trace: Trace, measurements: Measurements | None, *, has_run: bool = False) -> str:
         """Plan a step. Return "", or why the step runs without a plan.

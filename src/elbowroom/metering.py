@@ -11,6 +11,7 @@ from elbowroom.hooks.cuda_ledger import CudaLedger
 from elbowroom.hooks.meter import Meter, make_meter
 from elbowroom.ir.journal import Journal, Mode, StepRecord
 from elbowroom.runtime.journal_writer import JournalWriter
+from elbowroom.runtime.slice_figures import SliceFigures
 from elbowroom.runtime.step_state import StepState
 from elbowroom.runtime.transfers import Transfers
 
@@ -26,6 +27,7 @@ class Metering:
 
     Attributes:
         largest_growth_bytes: most bytes that a step held beyond those that existed before it.
+        sliced: of the ops that ran in slices.
     """
 
     def __init__(self, device: torch.device, transfers: Transfers, ledger: CpuLedger | CudaLedger) -> None:
@@ -35,6 +37,7 @@ class Metering:
         self._journal_writer = JournalWriter()
         self._has_refused = False
         self.largest_growth_bytes = 0
+        self.sliced = SliceFigures()
 
     @property
     def steps(self) -> int:
@@ -47,7 +50,10 @@ class Metering:
 
     def metrics(self) -> dict[str, int | float | str]:
         """Return the figures listed in `Room.metrics`."""
-        return self._journal_writer.metrics()
+        found = self._journal_writer.metrics()
+        if self.sliced.counts:
+            found["sliced_ops"] = sum(self.sliced.counts.values())
+        return found
 
     def make(self, *, is_detailed: bool = False) -> Meter:
         """Return a meter for the next step. `is_detailed`: whether to measure each op."""

@@ -69,6 +69,7 @@ class Room:
         note_exposures()
         self.config = config
         self._job = job = Job(model, tuple(optimizers), device, config)
+        self._title = f"{reprlib.repr(job.name)} on {device}"
         self._ledger = make_ledger(device)
         self._detached = True  # until construction succeeds
         with contextlib.ExitStack() as undoing:
@@ -85,14 +86,16 @@ class Room:
             undoing.callback(self._transfers.close)
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = make_pager(job, self._transfers, self._ledger)
-            self._shared = shared and shared.attach(config, self._ledger, self._pager)
-            sliced_ops = SlicedOps(self._pager, self._ledger.make_room, config.exact, config.spill_folder)
+            shared = shared and shared.attach(config, self._ledger, self._pager)
+            sliced_ops = SlicedOps(
+                self._pager, self._ledger.make_room, config.exact, config.spill_folder, self._metering.sliced
+            )
             agreed = None if ranks is None else AgreedPlans(ranks, self._cache, config)
             self._modes = StepModes(
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, sliced_ops, agreed
             )
             undoing.callback(self._modes.close)
-            self._steps = StepBoundaries(self._modes, self._shared, weakref.proxy(self))
+            self._steps = StepBoundaries(self._modes, shared, weakref.proxy(self))
             self._ledger.adopt([*job.list_residents(), *list_attribute_tensors(job.model, device)])
             if step is not None and config.mode != "dynamic":
                 plan_ahead(job, self._pager, self._modes.captured, budget_bytes, step)
@@ -117,7 +120,7 @@ class Room:
     @property
     def was_refused(self) -> bool:
         """True if the running or last step was refused memory, so that the program got an `Infeasible`."""
-        return self._steps.was_refused
+        return not self._detached and self._steps.was_refused
 
     @property
     def planned(self) -> PlannedStep | None:
@@ -140,10 +143,10 @@ class Room:
         try:
             yield
         except BaseException as error:
-            if self._steps.is_inside:  # otherwise `detach` has ended it
+            if not self._detached and self._steps.is_inside:  # otherwise `detach` has ended it
                 self._steps.end_step(error)
             raise
-        if self._steps.is_inside:
+        if not self._detached and self._steps.is_inside:
             self._steps.end_step()
 
     def begin_step(self) -> None:
@@ -152,8 +155,7 @@ class Room:
         Raises:
             UsageError: inside another step, or after `detach`.
         """
-        if self._detached:
-            raise UsageError("this room is detached; call elbowroom.fit again")
+        _require_attached(self)
         self._steps.stop_finding()
         self._steps.begin_step()
 
@@ -167,6 +169,7 @@ class Room:
             UsageError: no step has begun, or another thread began it.
             Infeasible, MemoryRefused, TierFull, TransferFailed: as for `step`.
         """
+        _require_attached(self)
         self._steps.end_step(error)
 
     def set_budget(self, memory_budget: int | float | str) -> None:
@@ -180,8 +183,7 @@ class Room:
             UsageError: the budget is malformed, a step is running, or the room is detached.
             Infeasible: the job already holds more, or no plan of the next step fits. The old budget stays in force.
         """
-        if self._detached:
-            raise UsageError("this room is detached; call elbowroom.fit again")
+        _require_attached(self)
         self._steps.abort_found()
         if self._steps.is_inside:
             raise UsageError("set_budget() inside a step: call it between steps")
@@ -216,8 +218,7 @@ class Room:
             UsageError: a step is running, or the room is detached.
             TraceError: the state is corrupt; names the place.
         """
-        if self._detached:
-            raise UsageError("this room is detached; call elbowroom.fit again")
+        _require_attached(self)
         self._steps.abort_found()
         if self._steps.is_inside:
             raise UsageError("load_state_dict() inside a step: call it between steps")
@@ -228,13 +229,21 @@ class Room:
         """Count tensors from before `fit` toward the budget that are neither the model's nor the optimizers'.
 
         On CUDA they are counted anyway.
+
+        Raises:
+            UsageError: the room is detached.
         """
+        _require_attached(self)
         self._ledger.adopt(tensors)
 
     def move_state_out(self) -> int:
         """Move parameters, gradients, buffers and optimizer state out of memory until the next step, as far as they can
         leave. Return the bytes that stay.
+
+        Raises:
+            UsageError: the room is detached.
         """
+        _require_attached(self)
         if self._job.moves_state:
             self._pager.make_room_between_steps(self._ledger.live_bytes)
         self._ledger.trim()
@@ -274,18 +283,16 @@ class Room:
             - capture_steps, planned_steps, plain_steps, dynamic_steps, drifted_steps: steps in each mode.
         """
         found = {"budget_bytes": self.budget_bytes, **self._metering.metrics()}
-        if self._modes.sliced_ops.counts:
-            found["sliced_ops"] = sum(self._modes.sliced_ops.counts.values())
         if (planned := self.planned) is not None:
             found["forecast_step_seconds"] = planned.forecast.step_seconds
             found["forecast_peak_bytes"] = planned.forecast.peak_bytes
         return found
 
     def __repr__(self) -> str:
-        if "_modes" not in vars(self):
+        if "_metering" not in vars(self):
             return "<Room: not made>"  # a debugger may show it after a failed constructor
         found = self.metrics()
-        text = f"{reprlib.repr(self._job.name)} on {self._job.device} within {format_bytes(self.budget_bytes)}"
+        text = f"{self._title} within {format_bytes(self.budget_bytes)}"
         if self._detached:
             text += ", detached"
         if "step" not in found:
@@ -297,7 +304,7 @@ class Room:
 
     def _repr_html_(self) -> str:
         figures = {name: figure for name, figure in self.metrics().items() if figure or name == "step"}
-        return render_table(f"Elbowroom: {self._job.name} on {self._job.device}", figures)
+        return render_table(f"Elbowroom: {self._title}", figures)
 
     def report(self, *, by: str = "kind", depth: int | None = None) -> str:
         """Return a text report: forecast, measurements, and why each block is where it is at the peak.
@@ -319,7 +326,7 @@ class Room:
             }  # fmt: skip
         return summarize(
             budget_bytes=self.budget_bytes, journal=self.journal(), manages=self.config.manages, by=by, depth=depth,
-            sliced=self._modes.sliced_ops.counts, inexact=self._modes.sliced_ops.inexact, **forecast,
+            sliced=self._metering.sliced.counts, inexact=self._metering.sliced.inexact, **forecast,
         )  # fmt: skip
 
     def save_run(self, path: str | os.PathLike[str]) -> None:
@@ -343,7 +350,7 @@ class Room:
     def detach(self) -> None:
         """Remove the room from the model. Graphs that are still alive can still run their backward pass.
 
-        A running step of this thread is aborted.
+        A running step of this thread is aborted. What the room has learned and measured stays; the model does not.
         """
         if self._detached:
             return
@@ -356,9 +363,10 @@ class Room:
         self._cache.planner.close()
         self._transfers.close()
         self._ledger.close()
-        if self._shared is not None:
-            self._shared.close(self._job.list_residents())
+        if (shared := self._steps.shared) is not None:
+            shared.close(self._job.list_residents())
         self._detached = True  # last, so that an interrupted call can be repeated
+        del self._job, self._pager, self._modes, self._steps
 
     def __del__(self) -> None:
         if getattr(self, "_detached", True):
@@ -372,3 +380,8 @@ class Room:
 
     def __exit__(self, *exception: object) -> None:
         self.detach()
+
+
+def _require_attached(room: Room) -> None:
+    if room._detached:
+        raise UsageError("this room is detached; call elbowroom.fit again")

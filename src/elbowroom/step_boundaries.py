@@ -37,12 +37,13 @@ class StepBoundaries:
         holder: the room, whose lease it is; a proxy, which does not keep it alive.
 
     Attributes:
+        shared: as given.
         has_begun: whether a step has ever begun.
     """
 
     def __init__(self, modes: StepModes, shared: SharedLease | None, holder: LeaseHolder) -> None:
         self._modes = modes
-        self._shared = shared
+        self.shared = shared
         self._holder = holder
         self.has_begun = False
         self._step: _OpenStep | None = None
@@ -96,8 +97,8 @@ class StepBoundaries:
                 "a step begins inside a step of the same room: one `with room.step():`, or one begin_step() with its "
                 "end_step(), is one whole training step"
             )
-        if self._shared is not None:
-            self._shared.renew(self._holder)
+        if self.shared is not None:
+            self.shared.renew(self._holder)
         self.has_begun = True
         self._step = _OpenStep(self._modes.step(), threading.get_ident())
         try:
@@ -118,16 +119,16 @@ class StepBoundaries:
                 step.context.__exit__(None, None, None)
             else:
                 step.context.__exit__(type(error), error, error.__traceback__)
-            if self._shared is not None and error is None:
-                self._shared.note_step(self._holder)  # takes seconds for a new kind of step: the job is not idle yet
+            if self.shared is not None and error is None:
+                self.shared.note_step(self._holder)  # takes seconds for a new kind of step: the job is not idle yet
         finally:
-            if self._shared is not None and isinstance(error, Infeasible):
+            if self.shared is not None and isinstance(error, Infeasible):
                 error.add(LEASE)
             self._note_end()
 
     def _note_end(self) -> None:
         """Note that no step runs any more, whether it succeeded or failed."""
         self._step = None
-        if self._shared is not None:
+        if self.shared is not None:
             with contextlib.suppress(ReferenceError):  # the collector has found the room in a cycle: it is detached
-                self._shared.begin_idle(self._holder)
+                self.shared.begin_idle(self._holder)

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import elbowroom
-from elbowroom.errors import Infeasible
+from elbowroom.errors import Infeasible, UsageError
 from elbowroom.hooks.failed_backward import forget_failed_backward
 from elbowroom.ir.hardware import HardwareProfile
 from tests.leaks import list_threads
@@ -58,6 +58,34 @@ def test_ops_that_wrote_in_place_keep_no_parameters(
     storages = run(make_model(), write, mode, 600_000, profile)
     gc.collect()
     assert all(each.expired() for each in storages)
+
+
+@pytest.mark.parametrize("budget_bytes", [600_000, 1 << 30])
+@pytest.mark.parametrize("mode", ["dynamic", "auto"])
+def test_a_detached_room_keeps_its_figures_and_no_model(
+    mode: str, budget_bytes: int, profile: HardwareProfile, tmp_path: pathlib.Path
+) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    room = elbowroom.fit(model, optimizer, budget_bytes, mode=mode, profile=profile)
+    for _ in range(5):
+        model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = room.report(), room.metrics(), repr(room).replace(";", ", detached;", 1)
+    room.detach()
+    references = [weakref.ref(model), weakref.ref(optimizer)]
+    storages = [StorageWeakRef(each.untyped_storage()) for each in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert all(each() is None for each in references) and all(each.expired() for each in storages)
+    assert before == (room.report(), room.metrics(), repr(room))
+    room.save_run(tmp_path / "run.json")
+    assert len(room.journal().steps) == 5 and room.state_dict() and not room.was_refused
+    calls = (room.begin_step, room.end_step, room.move_state_out, lambda: room.set_budget("1GB"))
+    for call in (*calls, lambda: room.load_state_dict({}), lambda: room.count_also([])):
+        with pytest.raises(UsageError, match="this room is detached"):
+            call()
 
 
 @pytest.mark.usefixtures("alone")

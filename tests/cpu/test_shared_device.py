@@ -137,7 +137,7 @@ def test_a_room_follows_its_lease(
         before = [each.tolist() for each in model.parameters()]
         assert room.move_state_out() < sum(each.nbytes for each in model.parameters()) // 4
         assert [each.tolist() for each in model.parameters()] == before
-        room._shared.rest(room)
+        room._steps.shared.rest(room)
         (job,) = ask_status(find_address("cpu")).jobs
         assert (job.state, job.lease_bytes) == ("resting", 0)
         assert job.held_bytes < sum(each.nbytes for each in model.parameters()) // 4
@@ -145,7 +145,7 @@ def test_a_room_follows_its_lease(
         assert ask_status(find_address("cpu")).jobs[0].state == "running"
         server.kill()
         server.wait()
-        while room._shared._client.is_connected:
+        while room._steps.shared._client.is_connected:
             time.sleep(0.01)
         with pytest.raises(BrokerLost, match="without_broker is 'stop'"):
             train(room)
@@ -346,7 +346,7 @@ def test_an_ended_job_counts_until_its_model_is_gone(folder: pathlib.Path, profi
         for _ in range(2):  # the second job counts what the first one left
             lease = elbowroom.wait_for_lease("32MiB")
             room = elbowroom.fit(model, optimizer, lease, strategy="tensile", profile=profile)
-            assert room._shared._config is room.config  # its front is that of this strategy
+            assert room._steps.shared._config is room.config  # its front is that of this strategy
             assert len(list_held()) == 1
             with room.step():
                 model(torch.ones(8, 1024)).sum().backward()

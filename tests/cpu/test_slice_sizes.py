@@ -51,7 +51,7 @@ def test_slices_do_not_get_smaller_with_each_step(profile: HardwareProfile, monk
         for index in range(5):
             with room.step():
                 job.step(index)
-        assert room._modes.sliced_ops.counts["aten.mm.default"] == 15
+        assert room._metering.sliced.counts["aten.mm.default"] == 15
     assert max(map(len, known.values())) >= 3
     assert all(len(set(sizes)) == 1 for sizes in known.values()), list(known.values())
 
@@ -163,7 +163,7 @@ def test_probes_of_tensors_below_a_mebibyte_have_room(profile: HardwareProfile) 
     with elbowroom.fit(job.model, job.optimizers, 4_630_000, profile=profile, min_offload_bytes=MIN_BYTES) as room:
         with room.step():
             loss = job.step(0)
-        assert room._modes.sliced_ops.counts["aten.convolution_backward.default"] > 0
+        assert room._metering.sliced.counts["aten.convolution_backward.default"] > 0
         assert torch.equal(loss, plain.step(0))
         assert all(map(torch.equal, job.model.parameters(), plain.model.parameters()))
 
@@ -287,7 +287,7 @@ def test_a_step_that_is_planned_ahead_is_refused_only_if_no_slices_fit(profile: 
         for index in range(3):
             with room.step():
                 assert torch.equal(job.step(index), losses[index])
-        assert room._modes.sliced_ops.counts["aten.zeros_like.default"] > 0
+        assert room._metering.sliced.counts["aten.zeros_like.default"] > 0
         assert 0 < (room.journal().peak_bytes or 0) <= budget_bytes
     assert_same(list_tensors(job), expected)
     with pytest.raises(Infeasible, match=r"If ops run in slices, at least .* bytes\) are needed, when aten"):

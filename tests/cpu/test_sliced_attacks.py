@@ -41,7 +41,7 @@ def fit_anything(profile: HardwareProfile, budget_bytes: int = BUDGET, **options
 
 
 def count_slices(room: Room) -> int:
-    return sum(room._modes.sliced_ops.counts.values())
+    return sum(room._metering.sliced.counts.values())
 
 
 def make_random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

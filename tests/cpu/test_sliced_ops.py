@@ -155,7 +155,7 @@ def test_a_step_that_only_slices_fit_is_not_refused(profile: HardwareProfile) ->
         for index in range(STEPS):
             with room.step():
                 job.step(index)
-        assert room._modes.sliced_ops.counts
+        assert room._metering.sliced.counts
         assert all((record.peak_bytes or 0) <= budget_bytes for record in room.journal().steps)
     found = list_tensors(job)
     assert_same({name: plain[name] for name in found}, found)
@@ -273,7 +273,7 @@ def test_results_that_are_away_can_be_used_like_others(profile: HardwareProfile)
                        min_offload_bytes=MIN_BYTES) as room:  # fmt: skip
         with room.step():
             result = job.model[0](batch)
-        assert room._modes.sliced_ops.counts["aten.addmm.default"]
+        assert room._metering.sliced.counts["aten.addmm.default"]
         assert result.untyped_storage().nbytes() > budget_bytes
         assert room._pager.is_away(result.untyped_storage())
         seen: list[torch.Tensor] = []

@@ -27,6 +27,7 @@ from elbowroom.ops.replayable import iterate_tensors
 from elbowroom.runtime.large_tensors import LargeTensors
 from elbowroom.runtime.observer import OpRecorder
 from elbowroom.runtime.slice_choice import Cut, SliceChooser, explain
+from elbowroom.runtime.slice_figures import SliceFigures
 from elbowroom.runtime.slice_pass import Results, run_pass
 from elbowroom.runtime.slice_sizes import SliceSizes, find_call_key, find_key
 from elbowroom.runtime.state_pager import StatePager
@@ -59,14 +60,21 @@ class SlicedOps(TorchDispatchMode):
             whether to try again.
         is_exact: whether only cuts are allowed that give the bits of the whole op.
         folder: of temporary files for probes. None for the system's.
+        figures: of the ops that run in slices.
 
     Attributes:
-        counts: how often each op ran in slices, by name.
+        figures: as given.
         has_run: whether any ran in the current or last step.
-        inexact: names of those whose slices change the order of a sum.
     """
 
-    def __init__(self, pager: StatePager, make_room: Callable[[], bool], is_exact: bool, folder: str | None) -> None:
+    def __init__(
+        self,
+        pager: StatePager,
+        make_room: Callable[[], bool],
+        is_exact: bool,
+        folder: str | None,
+        figures: SliceFigures,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pager = pager
         self._make_room = make_room
@@ -81,9 +89,8 @@ class SlicedOps(TorchDispatchMode):
         self._lock: Any = contextlib.nullcontext()
         self._budget_bytes = 0
         self._recorder: OpRecorder | None = None
-        self.counts: dict[str, int] = {}
+        self.figures = figures
         self.has_run = False
-        self.inexact: set[str] = set()
 
     def begin_step(
         self, budget_bytes: int, watcher: Any, table: Any, lock: Any, recorder: OpRecorder | None, *, has_plan: bool
@@ -301,10 +308,10 @@ class SlicedOps(TorchDispatchMode):
         )
 
     def _note(self, name: str, cut: Cut) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
+        self.figures.counts[name] = self.figures.counts.get(name, 0) + 1
         self.has_run = True
-        if cut.exactness is Exactness.INEXACT and name not in self.inexact:
-            self.inexact.add(name)
+        if cut.exactness is Exactness.INEXACT and name not in self.figures.inexact:
+            self.figures.inexact.add(name)
             logger.warning(
                 "%s runs in slices whose sums are added in another order: its results are those of gradient "
                 "accumulation over the same parts, not the bits of the whole op", name,

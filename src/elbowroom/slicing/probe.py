@@ -153,7 +153,9 @@ def _probe(
     return answers
 
 
-def _probe_in_files(call: OpCall, slice_pass: SlicePass, ranges: Ranges, device: torch.device, folder: str) -> Exactness:
+def _probe_in_files(
+    call: OpCall, slice_pass: SlicePass, ranges: Ranges, device: torch.device, folder: str
+) -> Exactness:
     """Probe a pass with the whole op, whose tensors are in temporary files; TOO_LARGE if they cannot be."""
     if device.type == "cpu" and (not find_telling(call) or _are_whole_vectors(call, slice_pass, ranges)):
         with contextlib.suppress(*NO_ROOM, RuntimeError), memory_in_files(folder):
