@@ -857,10 +857,11 @@ def test_a_script_that_does_not_train(script: pathlib.Path) -> None:
     result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "1GiB", str(script)])
     assert result.exit_code == 2
     assert "is not a Python file" in result.stderr
-    script.write_text("import sys; sys.exit()")
-    result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "1GiB", str(script)])
-    assert result.exit_code == 0
-    assert "no training step was found" in result.stderr
+    for code, is_told in (("", True), ("2", False)):  # an option that the script does not know ends it with 2
+        script.write_text(f"import sys; sys.exit({code})")
+        result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "1GiB", str(script)])
+        assert result.exit_code == int(code or 0)
+        assert ("no training step was found" in result.stderr) == is_told
 
 
 def test_a_killed_process_leaves_its_journal(script: pathlib.Path, tmp_path: pathlib.Path) -> None:

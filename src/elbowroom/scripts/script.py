@@ -60,7 +60,8 @@ def run_script(request: ScriptRequest) -> int:
         return _report(failure if failure is not None and not is_exit else error)
     if failure is not None and not is_exit:
         return _report(failure)
-    if not program.rooms and not program.has_own_rooms:
+    has_failed = isinstance(failure, SystemExit) and failure.code not in (None, 0)
+    if not (program.rooms or program.has_own_rooms or has_failed):
         complain(NOTHING_FOUND)
     if failure is not None:
         raise failure
