@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from elbowroom.errors import Infeasible, TransferFailed
+from elbowroom.hooks.grouped_step import find_groupable
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.slicing import probe
@@ -26,6 +28,8 @@ from tests.state_jobs import (
     list_tensors,
     make_job,
     make_model,
+    run_plain,
+    run_within,
 )
 
 OPTIMIZERS: dict[str, Any] = {
@@ -190,3 +194,53 @@ def test_parameters_in_one_buffer(share: float, profile: HardwareProfile) -> Non
             with room.step():
                 job.step(index)
     assert_same(list_tensors(job), list_tensors(plain))
+
+
+def add_noise(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+@pytest.mark.parametrize("where", ["optimizer", "class", "class, later"])
+@pytest.mark.parametrize("mode", ["dynamic", "auto"])
+def test_a_step_that_the_program_has_replaced_runs_once(where: str, mode: str, profile: HardwareProfile) -> None:
+    """Its code would run once for each group of parameters else."""
+    calls: list[int] = []
+
+    def make(patch: pytest.MonkeyPatch) -> StateJob:
+        job = make_job(OPTIMIZERS["adamw"])
+        owner: Any = job.optimizers[0] if where == "optimizer" else torch.optim.AdamW
+        inner = owner.step
+
+        @functools.wraps(inner)
+        def replaced(*args: Any, **options: Any) -> Any:
+            calls.append(1)
+            add_noise(job.model)
+            return inner(*args, **options)
+
+        def step(index: int) -> torch.Tensor:
+            torch.manual_seed(index)
+            if where == "class, later" and index == 2:
+                patch.setattr(owner, "step", replaced)
+            return job.step(index)
+
+        if where != "class, later":
+            patch.setattr(owner, "step", replaced)
+        return dataclasses.replace(job, step=step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        plain = run_plain(lambda: make(patch))
+    count = len(calls)
+    with pytest.MonkeyPatch.context() as patch:
+        assert_same(plain, run_within(lambda: make(patch), profile, mode=mode))
+    assert len(calls) == 2 * count > 0
+
+
+def test_wrappers_of_learning_rate_schedulers_leave_updates_in_groups() -> None:
+    (optimizer,) = make_job(OPTIMIZERS["adamw"]).optimizers
+    for _ in range(2):
+        assert find_groupable([optimizer]) == [optimizer]
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+    assert not find_groupable([optimizer])

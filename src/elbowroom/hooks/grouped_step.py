@@ -1,14 +1,18 @@
 """Runs an optimizer's step over a few parameters at a time, so that the state of all never has to be in memory at once.
 
 Done for optimizers that update each parameter from its own gradient and state alone; others run whole. So do steps that
-are compiled: code for some of the parameters may give other bits.
+are compiled, as code for some of the parameters may give other bits, and those that the program has replaced, as its code
+is to run once a step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
+import os
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +21,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooked
+from torch.utils import _contextlib
 
 from elbowroom.hooks.compiled_regions import is_in_compiled_call
 from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
@@ -43,6 +48,20 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" in PER_PARAMETER
 
 
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer's `step` is that of its class, within nothing but PyTorch's own wrappers."""
+    folders = os.path.dirname(hooked.__file__), os.path.dirname(str(sys.modules[type(optimizer).__module__].__file__))
+    files = _contextlib.__file__, __file__
+    step: Any = optimizer.step
+    while isinstance(code := getattr(getattr(step, "__func__", step), "__code__", None), types.CodeType):
+        if os.path.dirname(code.co_filename) not in folders and code.co_filename not in files:
+            return False
+        if (inner := getattr(step, "__wrapped__", None)) is None:
+            return code.co_name == "step"
+        step = inner
+    return False
+
+
 def is_uniform(optimizer: Optimizer) -> bool:
     """Tell whether the way in which PyTorch updates parameters is the same for some of them as for all.
 
@@ -55,7 +74,7 @@ class GroupedStep:
     """Replaces the `step` of one optimizer.
 
     Args:
-        optimizer: one that `is_per_parameter`.
+        optimizer: one that `is_per_parameter` and `has_own_step`.
         find_group_bytes: returns the bytes of parameters to update together; None to update all at once.
         may_hold: tells whether so many bytes may be in memory at once.
         hold: keeps tensors in memory as long as the result lives.
@@ -74,9 +93,12 @@ class GroupedStep:
         self._find_group_bytes = find_group_bytes
         self._before = vars(optimizer).get("step")  # of a learning-rate scheduler, for instance
         inner = optimizer.step
+        of_class = inspect.getattr_static(type(optimizer), "step")
 
         @functools.wraps(inner.__func__ if isinstance(inner, types.MethodType) else inner)
         def step(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
+            if inspect.getattr_static(type(optimizer), "step") is not of_class:  # replaced since
+                return type(optimizer).step(optimizer, *args, **options)
             group_bytes = self._find_group_bytes()
             if group_bytes is None or not is_uniform(optimizer) or is_in_compiled_call():
                 return inner(*args, **options)
@@ -214,6 +236,6 @@ def find_groupable(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
             if not isinstance(wrapped, Optimizer):
                 break
             inner = wrapped
-        if is_per_parameter(inner):
+        if is_per_parameter(inner) and has_own_step(inner):
             found.append(inner)
     return found
