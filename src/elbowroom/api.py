@@ -31,7 +31,8 @@ from elbowroom.planner.options import Manages, find_managed, find_strategy
 from elbowroom.planner.problem import pose
 from elbowroom.residency import policies
 from elbowroom.room import Room
-from elbowroom.runtime.state_pager import COMING, grouping, may_leave
+from elbowroom.runtime.state_pager import COMING, may_leave
+from elbowroom.runtime.update_groups import grouping
 from elbowroom.shared_lease import SharedLease, run_within_lease
 from elbowroom.tracing.fake import capture_fake
 from elbowroom.tracing.residents import list_resident_tensors

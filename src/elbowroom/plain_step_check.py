@@ -9,6 +9,7 @@ from elbowroom.plan_cache import PlanCache
 from elbowroom.plan_cache_entry import PlanCacheEntry
 from elbowroom.running_step import may_attach_later
 from elbowroom.runtime.state_pager import StatePager
+from elbowroom.runtime.update_groups import count_temporaries
 
 AMPLE = 2
 """Steps of any kind run unwatched while there is room for so many times the growth of the largest one so far."""
@@ -53,6 +54,15 @@ class PlainStepCheck:
         """Return True if even a step that is much larger than the largest one so far fits, of whatever kind it is."""
         growth_bytes = max(self._metering.largest_growth_bytes, entry.expect_growth())
         return self._has_room(AMPLE * growth_bytes) and may_attach_later(self._ledger)
+
+    def needs_groups(self, entry: PlanCacheEntry) -> bool:
+        """Return True if a plain step may have no room for an update of all parameters at once.
+
+        Steps of this kind were captured while optimizers updated a few at a time.
+        """
+        if not entry.planned.trace.updates:
+            return False
+        return not self._has_room(entry.expect_growth() + count_temporaries(self._job.optimizers))
 
     def _has_room(self, nbytes: int) -> bool:
         return self._ledger.has_room(nbytes + self._pager.count_away(), self._cache.lease.device_bytes)

@@ -19,9 +19,10 @@ from elbowroom.job import Job
 from elbowroom.native import library
 from elbowroom.plan_cache import PlanCache
 from elbowroom.ranks.ranks import Ranks, find_members, join_ranks
-from elbowroom.runtime.state_pager import StatePager, grouping
+from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.step_storages import load_native
 from elbowroom.runtime.transfers import Transfers
+from elbowroom.runtime.update_groups import grouping
 from elbowroom.tracing.fake import capture_fake
 
 logger = logging.getLogger("elbowroom.room")

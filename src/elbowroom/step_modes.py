@@ -162,7 +162,7 @@ class StepModes:
     # -- modes ----------------------------------------------------------------------------------------------------
 
     def _run_plain(self, entry: PlanCacheEntry) -> Iterator[None]:
-        self._begin_paging(may_move=False)
+        self._begin_paging(may_move=False, has_groups=self._plain_check.needs_groups(entry))
         meter = self._metering.make()
         entries = tuple(self._cache.entries)
         step = yield from self._run(None, meter, None, entry)
@@ -262,7 +262,9 @@ class StepModes:
             self._schedule.note_needs()
             self.captured.adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
-    def _begin_paging(self, *, may_move: bool, is_planned: bool = False, is_unknown: bool = False) -> None:
+    def _begin_paging(
+        self, *, may_move: bool, is_planned: bool = False, is_unknown: bool = False, has_groups: bool = False
+    ) -> None:
         if self._job.optimizer_states.were_replaced():
             self._ledger.adopt(self._job.list_residents())
         may_move = may_move and self._job.moves_state
@@ -271,6 +273,7 @@ class StepModes:
             may_move=may_move,
             is_planned=is_planned and may_move,
             is_unknown=is_unknown,
+            has_groups=has_groups,
         )
 
     def _run(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import Optimizer
 from typer.testing import CliRunner
 
 import elbowroom
@@ -16,9 +18,10 @@ from elbowroom.cli.main import make_app
 from elbowroom.cost.price import price
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode
 from elbowroom.planner.options import Manages
 from elbowroom.planner.problem import pose
-from tests.state_jobs import make_job, make_model
+from tests.state_jobs import assert_same, fit, list_tensors, make_job, make_model
 
 QUICK = "auto:effort=0.02"
 """The planner with a short search."""
@@ -42,6 +45,30 @@ def test_the_smallest_budget_is_that_of_the_grouped_step(kind: str, profile: Har
         assert "optimizer state" in room.report() and "Manages everything" in room.report()
     with pytest.raises(Infeasible):
         elbowroom.fit(model, optimizers, smallest // 2, step=step, **options)
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.AdamW])
+@pytest.mark.parametrize("share", [0.97, 0.88])
+def test_plain_steps_update_in_groups_where_whole_updates_have_no_room(
+    share: float, make_optimizer: Callable[..., Optimizer], profile: HardwareProfile
+) -> None:
+    """Captured steps update a few parameters at a time, so all that they need fits, and nothing has to leave."""
+
+    def train(budget_bytes: int, **options: Any) -> tuple[dict[str, torch.Tensor], list[Mode], int]:
+        job = make_job(functools.partial(make_optimizer, lr=1e-3, foreach=True), make_model(6))
+        with fit(job, profile, budget_bytes, min_offload_bytes=1 << 10, **options) as room:
+            losses = []
+            for index in range(8):
+                with room.step():
+                    losses.append(job.step(index))
+            records = room.journal().steps
+        found = list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}
+        return found, [each.mode for each in records], max(each.peak_bytes or 0 for each in records)
+
+    expected, _, peak_bytes = train(1 << 40)
+    found, modes, most_bytes = train(int(share * peak_bytes), mode="auto")
+    assert_same(expected, found)
+    assert most_bytes <= share * peak_bytes and Mode.PLAIN in modes
 
 
 SPEC = """

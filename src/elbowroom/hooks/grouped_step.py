@@ -1,8 +1,8 @@
 """Runs an optimizer's step over a few parameters at a time, so that the state of all never has to be in memory at once.
 
 Done for optimizers that update each parameter from its own gradient and state alone; others run whole. So do steps that
-are compiled, as code for some of the parameters may give other bits, and those that the program has replaced, as its code
-is to run once a step.
+are compiled, as code for some of the parameters may give other bits, and those that the program has replaced, as its
+code is to run once a step.
 """
 
 from __future__ import annotations

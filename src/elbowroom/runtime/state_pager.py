@@ -7,20 +7,18 @@ error.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from elbowroom.hooks.exposed_memory import is_shared
-from elbowroom.hooks.grouped_step import GroupedStep, find_groupable
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.native import library
@@ -28,6 +26,7 @@ from elbowroom.runtime.other_threads import may_look
 from elbowroom.runtime.paged_storages import PagedStorages
 from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.transfers import Transfers
+from elbowroom.runtime.update_groups import UpdateGroups
 from elbowroom.runtime.watched_uses import WatchedUses, show_moves
 
 SOON = 0.25
@@ -39,31 +38,11 @@ WORTH_WATCHING = 8
 COMING = 4
 """With Adam, parameters, gradients and optimizer state take four times the bytes of the parameters."""
 
-GROUPS = 32
-"""An optimizer updates parameters of this share of the budget at a time. With gradients, state and temporaries they
-take several times as much."""
-
-HELD = 2
-"""The update of a group begins with all that it uses in memory, unless that is more than this share of the budget."""
-
 LISTS = 8
 """An op over lists of tensors (of all gradients, say) takes items of this share of the budget at a time."""
 
 WHOLE_LISTS = 1 << 60
 """Bytes at a time of an op over lists while no state leaves."""
-
-
-@contextlib.contextmanager
-def grouping(optimizers: Sequence[Optimizer], budget_bytes: int) -> Iterator[None]:
-    """Return a context in which optimizers step as they do within a budget that state may have to leave."""
-    find: Callable[[], int] = lambda: budget_bytes // GROUPS  # noqa: E731
-    may_hold: Callable[[int], bool] = lambda nbytes: nbytes <= budget_bytes // HELD  # noqa: E731
-    groups = [GroupedStep(each, find, may_hold, lambda _: []) for each in find_groupable(optimizers)]
-    try:
-        yield
-    finally:
-        for each in groups:
-            each.remove()
 
 
 def may_leave(state_bytes: int, budget_bytes: int) -> bool:
@@ -107,8 +86,7 @@ class StatePager:
         self._native = library.load()
         self._device = device
         self._list_residents = list_residents
-        self._optimizers = optimizers
-        self._grouped: list[GroupedStep] = []
+        self._groups = UpdateGroups(optimizers, lambda: self.budget_bytes, self._hold)
         self._ledger = ledger
         self._min_bytes = min_bytes
         self._held: dict[Any, Any] = {}  # storages whose address the program knows, until the next step begins
@@ -127,7 +105,13 @@ class StatePager:
     # -- what the room calls --------------------------------------------------------------------------------------
 
     def begin_step(
-        self, budget_bytes: int, *, may_move: bool, is_planned: bool = False, is_unknown: bool = False
+        self,
+        budget_bytes: int,
+        *,
+        may_move: bool,
+        is_planned: bool = False,
+        is_unknown: bool = False,
+        has_groups: bool = False,
     ) -> None:
         """Begin a step: move state out until what the job holds is within its budget.
 
@@ -136,6 +120,7 @@ class StatePager:
                 large, or an earlier step had too little room.
             is_planned: whether the step's plan moves state. Then ops are watched in any case.
             is_unknown: whether no step like this one is known. Then ops are watched, so that their results can leave.
+            has_groups: whether optimizers update a few parameters at a time although no state may leave.
         """
         self.budget_bytes = budget_bytes
         self._thread = threading.get_ident()
@@ -154,6 +139,10 @@ class StatePager:
             self._activate()
         elif self.is_active and not self.count_away() and not made:
             self._deactivate()
+        if has_groups:
+            self._groups.begin()
+        elif not self.is_active:
+            self._groups.end()
         if is_unknown or (self.is_active and not is_planned):  # small state alone has nothing watched
             self._uses.begin(self)
         else:
@@ -310,23 +299,13 @@ class StatePager:
         self.is_active = True
         show_moves(self)
         self._note_new()
-
-        def find_group_bytes() -> int | None:
-            return None if self.budget_bytes is None else self.budget_bytes // GROUPS
-
-        def may_hold(nbytes: int) -> bool:
-            return self.budget_bytes is not None and nbytes <= self.budget_bytes // HELD
-
-        self._grouped = [
-            GroupedStep(each, find_group_bytes, may_hold, self._hold) for each in find_groupable(self._optimizers)
-        ]
+        self._groups.begin()
 
     def _deactivate(self) -> None:
         """Watch no more. All state is in memory."""
         self._held.clear()
         self._uses.end()
-        while self._grouped:
-            self._grouped.pop().remove()
+        self._groups.end()
         self.storages.clear()
         self.is_active = False
         self._native.update_watching()
@@ -337,7 +316,7 @@ class StatePager:
         Raises:
             TierError, Infeasible: before the update begins, which would fail halfway otherwise.
         """
-        if not tensors:
+        if not tensors or not self.is_active:
             return None
         held = self.storages.table.use(tensors)
         if self.follows_plan and not self.storages.refusal:
