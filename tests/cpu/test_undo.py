@@ -263,7 +263,7 @@ def test_whatever_a_step_touches_is_as_before(
 def test_a_refusal_says_why_and_what_to_do() -> None:
     job = Job()
     give_generator(job)
-    with pytest.raises(TraceError, match=r"next item of a generator.*without `step=`"):
+    with pytest.raises(TraceError, match=r"next item of a generator.*first real step is captured instead"):
         elbowroom.capture(job.step, job.model, job.optimizer)
 
 

@@ -87,7 +87,7 @@ def capture_fake(
         kind = "" if isinstance(error, (TraceError, IteratorTaken)) else f"{type(error).__name__}: "
         raise TraceError(
             f"the step cannot be captured on fake tensors ({kind}{str(error).splitlines()[0]}); "
-            "`elbowroom.fit` without `step=` captures the first real step instead, whose trace is `room.planned.trace`"
+            "`elbowroom.fit` goes on without: the first real step is captured instead, as `room.planned.trace`"
         ) from error
 
 
