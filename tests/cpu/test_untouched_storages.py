@@ -20,7 +20,7 @@ from elbowroom.ir.journal import Mode
 from elbowroom.residency.machine import Machine, State
 from elbowroom.room import Room
 from elbowroom.runtime.action_executor import ActionExecutor
-from elbowroom.runtime.packed import PackedTensor
+from elbowroom.runtime.packed_tensor import PackedTensor
 from elbowroom.runtime.planned_moves import PlannedMoves
 from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_runner import StepRunner

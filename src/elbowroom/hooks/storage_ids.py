@@ -6,9 +6,10 @@ reference to the storage. Addresses are reused, so a value is found by the ident
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, strided
@@ -17,6 +18,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from elbowroom.hooks.dispatch_keys import Hidden
+from elbowroom.native import library
 
 Item = TypeVar("Item")
 
@@ -45,6 +47,12 @@ def _forget(entry: _Entry[Item]) -> None:
         owner._on_death(entry.item)
 
 
+@functools.cache
+def _make_callback() -> Callable[[_Entry[Any]], None]:
+    callback: Callable[[_Entry[Any]], None] = library.load().ShieldedFunction(_forget)
+    return callback
+
+
 class Identities(Generic[Item]):
     """Mapping from living storages to values.
 
@@ -63,7 +71,7 @@ class Identities(Generic[Item]):
 
     def put(self, storage: torch.UntypedStorage, item: Item) -> None:
         """Set the value of a storage."""
-        entry: _Entry[Item] = _Entry(storage, _forget)
+        entry: _Entry[Item] = _Entry(storage, _make_callback())
         entry.item = item
         entry.key = id(storage)
         entry.owner = self

@@ -8,6 +8,7 @@ void bind_ledger(pybind11::module_& module);
 void bind_state(pybind11::module_& module);
 void bind_steps(pybind11::module_& module);
 void bind_saves(pybind11::module_& module);
+void bind_shielded_calls(pybind11::module_& module);
 void bind_streams(pybind11::module_& module);
 }
 
@@ -19,5 +20,6 @@ PYBIND11_MODULE(_native, module) {
   elbowroom::bind_state(module);
   elbowroom::bind_steps(module);
   elbowroom::bind_saves(module);
+  elbowroom::bind_shielded_calls(module);
   elbowroom::bind_streams(module);
 }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from elbowroom.residency.machine import State
-from elbowroom.runtime.packed import PackedTensor
+from elbowroom.runtime.packed_tensor import PackedTensor
 from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_state import StepState
+from elbowroom.runtime.step_storages import load_native
 
 PLACES = State.RESIDENT, State.LEAVING, State.AWAY, State.ARRIVING
 """Numbers of `PlannedStorage::Place`."""
@@ -19,14 +21,23 @@ class SaveHandles:
 
     Args:
         state: of the step.
-        find_retire: returns what `PackedTensor` calls at its end.
+        find_retire: returns the function that forgets `retired`. It is called after each of them.
+
+    Attributes:
+        retired: saves whose packed tensors died, by index, with their storages.
     """
 
-    def __init__(
-        self, state: StepState, find_retire: Callable[[], Callable[[int, SavedStorage | None], None] | None]
-    ) -> None:
+    def __init__(self, state: StepState, find_retire: Callable[[], Callable[[], None] | None]) -> None:
         self._state = state
         self._find_retire = find_retire
+        self.retired: deque[tuple[int, SavedStorage | None]] = deque()
+
+    def pack(self, index: int, saved: SavedStorage | None, version: int) -> PackedTensor:
+        """Return what stands for a saved tensor. `version`: the tensor's version counter when it was saved."""
+        retire = self._find_retire()
+        assert retire is not None
+        packed: PackedTensor = load_native().PackedTensor(self.retired.append, retire, index, saved, version)
+        return packed
 
     def take_all(self) -> None:
         """Take over all saved tensors whose storages may move."""
@@ -73,6 +84,4 @@ class SaveHandles:
                 self._state.machine.correct(saved.id, PLACES[place], copied=copy is not None)
                 saved.take_over(copy, storage, released)
             saved.keep_view(save.index, view)
-        retire = self._find_retire()
-        assert retire is not None
-        return PackedTensor(retire, save.index, saved, save.version)
+        return self.pack(save.index, saved, save.version)

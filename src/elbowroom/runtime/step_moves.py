@@ -11,7 +11,7 @@ from elbowroom.ir.events import StorageNeeded, StorageSaved
 from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.event_log import NO_STORAGE
 from elbowroom.runtime.observer import Observer
-from elbowroom.runtime.packed import PackedTensor
+from elbowroom.runtime.packed_tensor import PackedTensor
 from elbowroom.runtime.planned_moves import PlannedMoves
 from elbowroom.runtime.save_handles import SaveHandles
 from elbowroom.runtime.saved_storage import SavedStorage

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from elbowroom.runtime.event_log import NEEDED, NO_STORAGE, SAVED
 from elbowroom.runtime.locks import make_lock
 from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.observer import Observer
-from elbowroom.runtime.packed import PackedTensor
+from elbowroom.runtime.packed_tensor import PackedTensor
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.planned_moves import PlannedMoves
 from elbowroom.runtime.save_handles import SaveHandles
@@ -86,7 +85,6 @@ class StepRunner:
         self.sliced_ops = environment.sliced_ops
         # The lock knows which thread holds it: the garbage collector may free packed tensors in the middle of a move.
         self._lock = make_lock()
-        self._retired: deque[tuple[int, SavedStorage | None]] = deque()
         self._guard = MemoryGuard(self.state, environment, spare_bytes, is_plan_proven=is_plan_proven)
         if phase is not Phase.FOLLOWING_PLAN:
             self.state.storages.mark_persistent()
@@ -96,7 +94,7 @@ class StepRunner:
         online = get(policies, environment.policy, "Policy")(self._context, history)
         self._policy = StepPolicy(self.state, self._context, online)
         thrash = ThrashGuard(self.state, environment)
-        handles = SaveHandles(self.state, weakref.WeakMethod(self.retire))
+        self._handles = handles = SaveHandles(self.state, weakref.WeakMethod(self.retire))
         self._executor = ActionExecutor(
             self.state, self._context, self._guard, thrash, environment.transfers, handles, max(0, spare_bytes)
         )
@@ -150,7 +148,7 @@ class StepRunner:
             if saved is None or (tensors.is_persistent(index) if tensors.followed >= 0 else record.is_staying):
                 tensors.note(SAVED, NO_STORAGE, tick, 0)
                 self._moves.make(StorageSaved(NO_STORAGE, tick))
-                return None if self._observer is None else PackedTensor(self.retire, index, None, tensor._version)
+                return None if self._observer is None else self._handles.pack(index, None, tensor._version)
             if record.id < 0:
                 record.id = tensors.make_id()
             storage = record.id
@@ -163,7 +161,7 @@ class StepRunner:
                 self._moves.take_over()  # the extension was not sure whether the step is that of the trace
             self.state.storages.by_id[storage] = saved
             saved.add_view(index, tensor)
-            packed = PackedTensor(self.retire, index, saved, tensor._version)
+            packed = self._handles.pack(index, saved, tensor._version)
             del tensor
             self._moves.make(StorageSaved(storage, tick))
             if not saved.views[index].is_released and not self._machine.is_on_device(storage):
@@ -322,9 +320,8 @@ class StepRunner:
                     self._executor.forget_recording(saved)
                 self._close()
 
-    def retire(self, index: int, saved: SavedStorage | None) -> None:
-        """Note that a packed tensor died. Called at any moment, in any thread, by the garbage collector too."""
-        self._retired.append((index, saved))
+    def retire(self) -> None:
+        """Forget packed tensors that died. Called at any moment, in any thread, by the garbage collector too."""
         if self._lock._is_owned():
             return
         try:  # Ctrl-C may come between any two lines: the lock knows whether it is held, and a flag might not
@@ -338,8 +335,9 @@ class StepRunner:
 
     def _drain(self) -> None:
         """Forget the packed tensors that died."""
-        while self._retired:
-            index, saved = self._retired[0]
+        retired = self._handles.retired
+        while retired:
+            index, saved = retired[0]
             if self._observer is not None:
                 self._observer.save_released(index)
             if saved is not None:
@@ -348,7 +346,7 @@ class StepRunner:
                 saved.discard_view(index)
                 if not saved.views:
                     self._executor.free_if_unused(saved)
-            self._retired.popleft()  # last: what an exception interrupts is repeated by the next call
+            retired.popleft()  # last: what an exception interrupts is repeated by the next call
 
     def _prepare_to_evict(self, what: str, missing_bytes: int) -> bool:
         """Have the policy decide from now on: there is no room for `what`. Returns False if no budget holds."""

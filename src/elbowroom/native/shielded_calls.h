@@ -1,0 +1,15 @@
+// Calls Python where no exception can propagate: in destructors, and in callbacks of weak references.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace elbowroom {
+
+// Calls a function with the GIL held. Signals are handled before: an exception of their handler (Ctrl-C) would be lost in
+// the function's first line, where Python looks for them, and is raised in the main thread once no such call runs. A call
+// that is interrupted all the same is made again.
+void call_shielded(const pybind11::handle& function, const pybind11::tuple& arguments);
+
+void bind_shielded_calls(pybind11::module_& module);
+
+}  // namespace elbowroom
