@@ -178,7 +178,7 @@ def count_open() -> int:
 
 
 def run_plain(make: Callable[[], Job], steps: int, meter: Any) -> tuple[int, float, dict[str, torch.Tensor]]:
-    """Return the peak of plain training, its seconds a step, and its result."""
+    """Return the peak of plain training, its seconds per step, and its result."""
     gc.collect()
     base_bytes = meter.reset_peak()
     job = make()

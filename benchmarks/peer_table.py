@@ -184,7 +184,7 @@ def draw(models: dict[str, Model], path: pathlib.Path) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(model["title"], fontsize=10)
-        axes.set(xlabel="measured peak, of the plain peak", ylabel="seconds a step, of plain")
+        axes.set(xlabel="measured peak, of the plain peak", ylabel="seconds per step, of plain")
         axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         for role, points in list_points(model).items():
             shown[role] = axes.plot(

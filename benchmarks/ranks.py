@@ -13,7 +13,7 @@ pipeline  P. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, ta
           to 32 A100: samples per GPU and second for three numbers of micro-batches, and bubbles.
 gpipe     Y. Huang et al., "GPipe", NeurIPS 2019, tables 2 and 3: a Transformer in 2, 4 and 8 parts, 32 micro-batches.
 h200      No publication: plans of activations on eight H200 beside full activation checkpointing (each block again in
-          the backward pass), at no more memory a rank; Llama 3.1 8B as above.
+          the backward pass), at no more memory per rank; Llama 3.1 8B as above.
 
 Each case has one anchor, marked so: the seconds of all ops are multiplied by one factor with which the forecast of that
 row is the published one. So the other rows check networks, overlap and schedules, and not the price of ops. With

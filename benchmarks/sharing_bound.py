@@ -7,13 +7,13 @@ import itertools
 from elbowroom.sharing.job_list import JobList, ListedJob
 
 Line = list[tuple[float, float]]
-"""Lower convex hull of (seconds a step, byte-seconds a step), by increasing seconds."""
+"""Lower convex hull of (seconds per step, byte-seconds per step), by increasing seconds."""
 
 
 def find_makespan_bound(jobs: JobList) -> float:
     """Return seconds that any schedule takes, to a millionth.
 
-    A job that arrives at a and ends by T takes at most (T - a) / steps seconds a step in the mean, so it takes the
+    A job that arrives at a and ends by T takes at most (T - a) / steps seconds per step in the mean, so it takes the
     byte-seconds of some mixture of its points that is as fast. For every t, the jobs that arrive from t on have no more
     than the device's bytes times (T - t), and no more compute than T - t. Bytes that lie idle, states that move, and
     jobs that cannot be cut to fit are left out.

@@ -1,9 +1,9 @@
-"""Fronts (bytes against seconds a step) of real training steps, for the benchmark of sharing.
+"""Fronts (bytes against seconds per step) of real training steps, for the benchmark of sharing.
 
     python benchmarks/sharing_fronts.py [--hardware a100] [--points 8] [--output FILE]
 
 Each step is captured on fake tensors, priced for a shipped profile, and planned by `auto` within several budgets from
-the smallest to its plain peak, with `planner.comparison`. A point is [bytes, seconds a step, seconds of compute].
+the smallest to its plain peak, with `planner.comparison`. A point is [bytes, seconds per step, seconds of compute].
 """
 
 from __future__ import annotations

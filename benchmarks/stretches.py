@@ -1,4 +1,4 @@
-"""What do ops in slices gain by running together? Bytes moved and seconds a step, with stretches and without.
+"""What do ops in slices gain by running together? Bytes moved and seconds per step, with stretches and without.
 
     python benchmarks/stretches.py [--only NAME] [--steps 6] [--output FILE]
 

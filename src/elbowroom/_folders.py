@@ -10,7 +10,7 @@ import os
 import pathlib
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from elbowroom.errors import UsageError
 
@@ -104,6 +104,22 @@ def hold_temporary(prefix: str) -> Iterator[pathlib.Path]:
         yield pathlib.Path(folder)
 
 
+def check_regular(path: pathlib.Path) -> None:
+    """Check that a path is a regular file, or none yet.
+
+    Raises:
+        UsageError: it is a folder or a device, for example, or such a path cannot be.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
+        raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"cannot write {path}: it is {'a folder' if stat.S_ISDIR(mode) else 'not a regular file'}")
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Return a context with the path of a new file, which takes the place of `path` once it is complete.
@@ -123,20 +139,26 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
             part.unlink(missing_ok=True)
 
 
-def check_writable(*paths: pathlib.Path | None) -> None:
+def check_writable(*paths: pathlib.Path | None, inputs: Iterable[str | os.PathLike[str] | None] = ()) -> None:
     """Check early that results can be written, leaving nothing behind.
 
+    Args:
+        inputs: what the command reads, as far as that is files.
+
     Raises:
-        UsageError: a folder does not exist or is not writable, a path is not a regular file, or is given twice.
+        UsageError: a folder does not exist or is not writable, a path is not a regular file, is given twice, or is an
+            input.
     """
     given = [path for path in paths if path is not None]
+    read = [pathlib.Path(each).resolve() for each in inputs if each is not None]
     for index, path in enumerate(given):
+        check_regular(path)
         if not path.parent.is_dir():
             raise UsageError(f"cannot write {path}: {path.parent} is not a folder")
-        if path.exists() and not path.is_file():
-            raise UsageError(f"cannot write {path}: it is {'a folder' if path.is_dir() else 'not a regular file'}")
         if path.resolve() in [other.resolve() for other in given[:index]]:
             raise UsageError(f"cannot write {path}: it is given for two results")
+        if path.resolve() in read:
+            raise UsageError(f"cannot write {path}: it is one of the files that are read")
         try:
             # Permission bits do not tell (root, read-only file systems), so create a file.
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")

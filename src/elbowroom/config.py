@@ -139,7 +139,10 @@ def _read_value(name: str, value: object, given_as: str) -> object:
                 raise ValueError("it takes a number of steps, at least 1")
             return steps
         if name == "priority":
-            return int(str(value))
+            try:
+                return int(str(value))
+            except ValueError:
+                raise ValueError("it takes a whole number") from None
         if name in ("weight", "rank_timeout_seconds"):
             number = float(str(value))
             if not 0 < number < math.inf:
@@ -149,7 +152,7 @@ def _read_value(name: str, value: object, given_as: str) -> object:
             if str(value).lower() not in SWITCHES:
                 raise ValueError("it takes True or False (in a variable 1 or 0)")
             return SWITCHES[str(value).lower()]
-        text = os.fspath(value)  # type: ignore[call-overload]
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(text, str) or not text:
             raise ValueError("it takes some text")
         if text not in CHOICES.get(name, (text,)):

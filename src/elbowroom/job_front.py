@@ -1,4 +1,4 @@
-"""Front of a job on a shared device: seconds a step within several budgets, and the least bytes that it needs."""
+"""Front of a job on a shared device: seconds per step within several budgets, and the least bytes that it needs."""
 
 from __future__ import annotations
 

@@ -333,6 +333,7 @@ class Room:
         """Write the journal, and the step that is expected next with its plan, for `elbowroom view` and `report`.
 
         Raises:
+            UsageError: the path is that of a folder or device.
             OSError: the folder does not exist or is not writable.
         """
         save_run(path, self.journal(), self._cache)
@@ -376,6 +377,7 @@ class Room:
         self.detach()
 
     def __enter__(self) -> Room:
+        _require_attached(self)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -53,6 +53,8 @@ def parse_bytes(value: int | float | str, *, device_bytes: int | None = None, pe
         amount: float = exact if exact is not None else number * _POWERS[unit]
     else:
         amount = value
+    if math.isfinite(amount) and 1 <= amount < 1024 and amount != int(amount):
+        raise ValueError(f"{value!r} is not a whole number of bytes; write '{amount:g}GiB' or '{amount:g}GB'")
     if not math.isfinite(amount) or amount < 1:
         raise ValueError(f"an amount of memory must be at least one byte, not {value!r}")
     if amount >= 2**63:

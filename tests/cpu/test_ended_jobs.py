@@ -83,6 +83,7 @@ def test_a_detached_room_keeps_its_figures_and_no_model(
     room.save_run(tmp_path / "run.json")
     assert len(room.journal().steps) == 5 and room.state_dict() and not room.was_refused
     calls = (room.begin_step, room.end_step, room.move_state_out, lambda: room.set_budget("1GB"))
+    calls = (*calls, room.__enter__)
     for call in (*calls, lambda: room.load_state_dict({}), lambda: room.count_also([])):
         with pytest.raises(UsageError, match="this room is detached"):
             call()

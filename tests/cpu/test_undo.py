@@ -168,6 +168,22 @@ def touch_cache(job: Job) -> Tell:
     return lambda: table.cache_info().currsize
 
 
+class Cache:
+    """No cache of functools, whatever its methods are called."""
+
+    def cache_clear(self) -> None:
+        raise AssertionError
+
+    def cache_info(self) -> None:
+        raise AssertionError
+
+
+def touch_look_alike(job: Job) -> Tell:
+    made = Cache()
+    job.before = lambda: job.x * (made is not Cache)
+    return lambda: 0
+
+
 def give_generator(job: Job) -> Tell:
     batches = (torch.full((ROWS, WIDTH), float(index)) for index in range(100))
     job.before = lambda: next(batches)
@@ -214,6 +230,7 @@ def leave_elsewhere(job: Job) -> Tell:
 
 PLANNED = (
     *(touch_metric, touch_containers, touch_scheduler, touch_hooks, touch_gradients, touch_generators, touch_cache),
+    touch_look_alike,
 )
 LIVE = (
     *(touch_scaler, touch_average_model, give_generator, give_iterator_that_is_swallowed, give_loader, give_default),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pathlib
 import pickle
 import sys
@@ -17,7 +18,10 @@ from typer.testing import CliRunner, Result
 
 import elbowroom
 from elbowroom.cli.main import make_app
+from elbowroom.cost.price import price
+from elbowroom.errors import UsageError
 from elbowroom.ir import files as files_of_nouns
+from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.run_step import RunStep
 from elbowroom.ir.timeline import Lane
@@ -148,8 +152,8 @@ def test_the_page_of_a_run(folder: pathlib.Path, tmp_path: pathlib.Path) -> None
 def test_a_page_from_a_trace_and_the_front_of_a_comparison(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     given = (folder / "trace.json", "--costs", folder / "costs.json")
     succeed("compare", *given, "--budgets", "90%peak,100%peak", "--strategies", "keep_all,vdnn",
-            "-o", tmp_path / "front.json")  # fmt: skip
-    succeed("view", *given, "--bounds", 0, "--front", tmp_path / "front.json", "-o", tmp_path / "plain.html")
+            "-o", tmp_path / "front.json.gz")  # fmt: skip
+    succeed("view", *given, "--bounds", 0, "--front", tmp_path / "front.json.gz", "-o", tmp_path / "plain.html")
     data = read_data(tmp_path / "plain.html")
     assert data["planned"] == data["plain"] and data["steps"] == [] and data["front"]["bounds"] == []
     assert {each[2] for each in data["front"]["plans"]} >= {"keep_all"}
@@ -162,6 +166,42 @@ def test_a_page_from_a_trace_and_the_front_of_a_comparison(folder: pathlib.Path,
     assert least < planned["planned"]["peak_bytes"] <= most == planned["plain"]["peak_bytes"] and fast <= slow
     for nbytes, seconds in planned["front"]["bounds"]:
         assert all(step >= seconds * (1 - 1e-9) for peak, step, *_ in planned["front"]["plans"] if peak <= nbytes)
+
+
+def test_no_command_writes_over_what_it_reads(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    named = {each.name: tmp_path / each.name for each in folder.iterdir()}
+    for name, path in named.items():
+        path.write_bytes((folder / name).read_bytes())
+    trace, costs = named["trace.json"], named["costs.json"]
+    for arguments in (
+        ("view", named["run.json"], "-o", named["run.json"]),
+        ("view", trace, "--costs", costs, "--plan", named["plan.json"], "-o", named["plan.json"]),
+        ("report", named["run.json"], "--html", tmp_path / "." / "run.json"),
+        ("compare", trace, "--costs", costs, "-o", trace),
+        ("plan", trace, "--costs", costs, "--budget", "90%peak", "-o", costs),
+        ("layout", trace, "-o", trace),
+    ):
+        assert "it is one of the files that are read" in fail(*arguments)
+    assert all(path.read_bytes() == (folder / name).read_bytes() for name, path in named.items())
+
+
+def test_a_report_of_another_step_is_refused(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    model, optimizer, step = make_job()
+    other = elbowroom.capture(lambda: (step(), step()), model, optimizer)
+    elbowroom.save(other, tmp_path / "other.json")
+    elbowroom.save(price(other, elbowroom.load(HardwareProfile, folder / "profile.json")), tmp_path / "costs.json")
+    given = "--trace", tmp_path / "other.json", "--costs", tmp_path / "costs.json"
+    assert "which it holds: leave" in fail("report", folder / "run.json", *given)
+    succeed("report", folder / "run.json", "--plan", folder / "plan.json")
+
+
+def test_a_device_is_no_file_for_a_run(tmp_path: pathlib.Path, folder: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    journal = elbowroom.load(Journal, folder / "run.json")
+    for path, words in (("fifo", "not a regular file"), (".", "a folder"), ("x" * 300, "too long")):
+        with pytest.raises(UsageError, match=words):
+            elbowroom.save(journal, tmp_path / path)
+    assert [each.name for each in tmp_path.iterdir()] == ["fifo"] and (tmp_path / "fifo").is_fifo()
 
 
 def test_formats_of_other_viewers(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

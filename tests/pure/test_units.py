@@ -18,7 +18,7 @@ from elbowroom.units import format_bytes, format_seconds, parse_bytes
     [
         (1, 1),
         (8589934592, 8589934592),
-        (1.9, 1),
+        (2000.9, 2000),
         ("8589934592", 8589934592),
         ("1", 1),
         ("1b", 1),
@@ -40,7 +40,7 @@ def test_amounts(text: int | float | str, nbytes: int) -> None:
 
 
 def test_numbers_of_numpy() -> None:
-    assert parse_bytes(numpy.int64(7)) == 7 and parse_bytes(numpy.float32(2.5)) == 2  # type: ignore[arg-type]
+    assert parse_bytes(numpy.int64(7)) == 7 and parse_bytes(numpy.float32(2048.5)) == 2048  # type: ignore[arg-type]
 
 
 def test_shares() -> None:
@@ -59,6 +59,9 @@ def test_shares() -> None:
         0,
         -1,
         0.5,
+        1.5,
+        "1.5",
+        "1.5 B",
         math.nan,
         math.inf,
         -math.inf,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pathlib
 from typing import Any
@@ -17,5 +18,6 @@ def save_document(path: pathlib.Path | None, command: str, fields: dict[str, Any
     """
     if path is None:
         return
+    data = (json.dumps({"command": command, **fields}, indent=2, allow_nan=False) + "\n").encode()
     with replacing(path) as part:
-        part.write_text(json.dumps({"command": command, **fields}, indent=2, allow_nan=False) + "\n")
+        part.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)

@@ -37,7 +37,7 @@ Hardware = Annotated[
     str,
     typer.Option(
         "--hardware",
-        help="Machine to price the step for: this (measured now), a file written by `elbowroom probe`, or a shipped "
+        help="Machine whose speed is assumed: this (measured now), a file written by `elbowroom probe`, or a shipped "
         f"profile: {', '.join(list_shipped())}.",
         autocompletion=lambda: ["this", *list_shipped()],
     ),
@@ -62,7 +62,7 @@ Strategy = Annotated[
         autocompletion=lambda: list(_family.names(strategies)),
     ),
 ]
-_MANAGES_HELP = "Storages that may leave the device: activations, or everything, which adds parameters, gradients and "
+_MANAGES_HELP = "What may be offloaded: activations, or everything, which adds parameters, gradients and "
 _MANAGES_HELP += "optimizer state."
 _MANAGES = typer.Option("--manages", help=_MANAGES_HELP, autocompletion=lambda: ["activations", "everything"])
 Managed = Annotated[str, _MANAGES]

@@ -94,7 +94,7 @@ MicroBatches = Annotated[
         "--micro-batches",
         min=1,
         rich_help_panel=_PANEL,
-        help="Batches of the trace's size that a pipeline adds up before each update.",
+        help="Micro-batches, of the trace's size, that are accumulated before each update.",
     ),
 ]
 ScheduleName = Annotated[

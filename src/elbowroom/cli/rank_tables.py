@@ -27,7 +27,7 @@ def show_ranks(
             format_seconds(step_seconds),
             f"one device's share of the work: {format_seconds(forecast.alone_seconds)}",
         ),
-        ("efficiency", f"{forecast.efficiency:.1%}", "work per rank and second, of one device alone"),
+        ("efficiency", f"{forecast.efficiency:.1%}", "throughput per rank, relative to one device"),
         (
             "waits for the network",
             format_seconds(forecast.exposed_seconds),
@@ -37,7 +37,9 @@ def show_ranks(
     if forecast.stages:
         share = forecast.bubble_seconds / step_seconds if step_seconds else 0.0
         rows.append(("waits for other stages", format_seconds(forecast.bubble_seconds), f"{share:.1%} of the step"))
-    rows.append(("memory a rank", format_bytes(forecast.peak_bytes), _describe_fit(forecast.peak_bytes, device_bytes)))
+    rows.append(
+        ("memory per rank", format_bytes(forecast.peak_bytes), _describe_fit(forecast.peak_bytes, device_bytes))
+    )
     rows.append(("sent a rank", format_bytes(forecast.sent_bytes), ""))
     for total in forecast.collectives:
         rows.append(
@@ -57,7 +59,7 @@ def show_scaling(
 ) -> None:
     """Print a row for each number of ranks."""
     table = Table(box=None, pad_edge=False)
-    for name in ("ranks", "step", "efficiency", "waits for network", "memory a rank"):
+    for name in ("ranks", "step", "efficiency", "waits for network", "memory per rank"):
         table.add_column(name, justify="right", no_wrap=True)
     for forecast in forecasts:
         too_large = device_bytes is not None and forecast.peak_bytes > device_bytes

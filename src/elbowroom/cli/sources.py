@@ -270,7 +270,7 @@ def price_trace(terminal: Terminal, trace: Trace, profile: HardwareProfile) -> C
 
     if trace.device != profile.device:
         terminal.note(
-            f"captured on {trace.device} but priced for {profile.name} ({profile.device}): some of its ops may differ"
+            f"captured on {trace.device}, with costs of {profile.name} ({profile.device}): some of its ops may differ"
         )
     past: Mapping[str, float] = {}
     if has_torch():  # times are stored for a version of it

@@ -18,6 +18,7 @@ from elbowroom.ir.journal import NO_STEPS, Journal
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.run_step import RUN_STEP_VERSION, RunStep
 from elbowroom.ir.sliced_trace import apply_cuts
+from elbowroom.ir.text_files import read_text
 from elbowroom.ir.timeline import Activity
 from elbowroom.ir.trace import Trace
 
@@ -148,7 +149,7 @@ def load_front(path: Path) -> tuple[PlanPoint, ...]:
     from elbowroom.report.page.content import PlanPoint
 
     try:
-        document = json.loads(path.read_text())
+        document = json.loads("".join(read_text(path)))
         return tuple(
             PlanPoint(
                 strategy=str(entry["strategy"]),
@@ -159,7 +160,5 @@ def load_front(path: Path) -> tuple[PlanPoint, ...]:
             for entry in document["entries"]
             if entry["plan"] is not None
         )
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{path} was not written by `elbowroom compare --output`: {error!r}") from error
+        raise TraceError(f"{path} was not written by `elbowroom compare --output`") from error

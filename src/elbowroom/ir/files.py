@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+from elbowroom._folders import check_regular
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir.check import check_noun
 from elbowroom.ir.codec import build, describe, read_fields, read_noun
@@ -90,11 +91,12 @@ def save(value: Any, path: str | os.PathLike[str], beside: Mapping[str, Any] | N
         beside: further fields of the document, as JSON values; `load` skips them, and `load_fields` reads them.
 
     Raises:
-        UsageError: values of this type have no file format.
+        UsageError: values of this type have no file format, or the path is that of a folder or device.
         TraceError: the value holds a number that is not finite.
         OSError: the folder does not exist or is not writable.
     """
     path = pathlib.Path(path)
+    check_regular(path)
     document = {"format": _format_of(type(value)), "version": version_of(type(value)), "value": to_json(value)}
     document |= beside or {}
     try:

@@ -138,5 +138,5 @@ class RanksForecast:
 
     @property
     def efficiency(self) -> float:
-        """Scaling efficiency: work per rank and second, relative to one device alone."""
+        """Scaling efficiency: throughput per rank, relative to one device."""
         return self.alone_seconds / self.step_seconds if self.step_seconds else 1.0

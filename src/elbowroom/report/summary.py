@@ -229,7 +229,7 @@ def _compare(
     )  # fmt: skip
     if forecast is not None and 0 < bound_seconds < math.inf:
         over = f"the forecast is {forecast.step_seconds / bound_seconds - 1:.1%} over it"
-        rows.append(("no plan can beat", "", _seconds(bound_seconds), "", over))
+        rows.append(("lower bound", "", _seconds(bound_seconds), "", over))
     if forecast is not None:
         rows += _compare_moves(steady, plan, forecast)
     # Columns without any known figure are omitted.

@@ -4,8 +4,8 @@
      "jobs": [{"name": "resnet50", "arrival_seconds": 0, "steps": 500, "state_bytes": 300000000,
                "front": [[2000000000, 0.61, 0.5], [4000000000, 0.45, 0.4]]}]}
 
-A point of a front is [bytes, seconds a step, seconds in which the device computes]. Optional: weight, priority, shape:
-the most bytes in each of some equal parts of a step, as shares of its peak; and evaluation: [steps between two
+A point of a front is [bytes, seconds per step, seconds in which the device computes]. Optional: weight, priority,
+shape: the most bytes in each of some equal parts of a step, as shares of its peak; and evaluation: [steps between two
 evaluations, seconds of one, bytes on the device meanwhile].
 """
 
@@ -124,11 +124,11 @@ def _read_job(place: str, found: Any) -> ListedJob:
         raise UsageError(f"{place} is not an object")
     points = found.get("front")
     if not isinstance(points, list) or not points:
-        raise UsageError(f"{place}.front is a list of [bytes, seconds a step, seconds of compute]")
+        raise UsageError(f"{place}.front is a list of [bytes, seconds per step, seconds of compute]")
     front = []
     for number, point in enumerate(points):
         if not isinstance(point, list) or len(point) not in (2, 3):
-            raise UsageError(f"{place}.front[{number}] is [bytes, seconds a step, seconds of compute]")
+            raise UsageError(f"{place}.front[{number}] is [bytes, seconds per step, seconds of compute]")
         nbytes, seconds, *busy = [_read_number(f"{place}.front[{number}]", each, least=0) for each in point]
         if nbytes < 1 or not seconds:
             raise UsageError(f"{place}.front[{number}] needs bytes and seconds above 0")

@@ -33,7 +33,7 @@ STEP_SECONDS = (1e-9, 1e9)
 """Range of the seconds of a step in a front. Ratios of such numbers are finite."""
 
 Triples = tuple[tuple[int, float, float], ...]
-"""Points of a front: bytes, seconds a step, seconds in which the device computes."""
+"""Points of a front: bytes, seconds per step, seconds in which the device computes."""
 
 
 class BadMessage(ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import functools
 import operator
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -170,10 +171,9 @@ def remember_contents(value: Any) -> Callable[[], None] | None:
         return _putting_back(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return _putting_back(value.getstate, value.setstate)
-    clear, info = find_attribute(value, "cache_clear"), find_attribute(value, "cache_info")
-    if callable(clear) and callable(info):
-        known = info()  # functools.lru_cache: drop results computed on fake tensors
-        return lambda: clear() if info().misses != known.misses else None
+    if isinstance(value, functools._lru_cache_wrapper):
+        known = value.cache_info()  # drop results computed on fake tensors
+        return lambda: value.cache_clear() if value.cache_info().misses != known.misses else None
     return None
 
 

@@ -121,7 +121,7 @@ def _tokens(config: Any, options: Options, owner: str) -> torch.Tensor:
     most = _longest_sequence(config)
     length = options.sequence_length or (_SEQUENCE_LENGTH if most is None else min(most, _SEQUENCE_LENGTH))
     if most is not None and length > most:
-        raise UsageError(f"sequence_length {length} does not fit {owner}: it takes at most {most} tokens")
+        raise UsageError(f"sequence_length {length} exceeds the maximum of {owner}, {most} tokens")
     lowest = min(_SPECIAL_TOKENS, config.vocab_size // 2)
     return torch.randint(lowest, config.vocab_size, (options.batch, length), device=options.device)
 

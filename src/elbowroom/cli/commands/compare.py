@@ -94,7 +94,7 @@ def compare_strategies(
     from elbowroom.simulator.simulate import simulate
 
     with open_terminal(as_json) as terminal:
-        check_writable(output)
+        check_writable(output, inputs=(source, costs_file))
         check_picture(picture)
         # Check the arguments before anything is captured or measured.
         read_budgets(budgets, device_bytes=1 << 40, peak_bytes=1 << 40)

@@ -47,7 +47,7 @@ def import_log(
         ),
     ] = None,
     release: Annotated[
-        LoggedRelease, typer.Option("--release", help="Until when a block counts.", case_sensitive=False)
+        LoggedRelease, typer.Option("--release", help="When a block is considered freed.", case_sensitive=False)
     ] = LoggedRelease.PROGRAM,
     as_json: Json = False,
 ) -> None:
@@ -56,7 +56,7 @@ def import_log(
     from elbowroom.simulator.simulate import simulate
 
     with open_terminal(as_json) as terminal:
-        check_writable(output, costs_file)
+        check_writable(output, costs_file, inputs=(path,))
         link = None if hardware is None else top_link(find_profile(terminal, hardware))
         with terminal.progress(f"reading {path}"):
             imported = read_log(log_format, path, release=release, link=link)

@@ -38,7 +38,7 @@ def show_jobs(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the jobs of the shared devices: what each has and wants, and how much slower it is than at its fastest."""
+    """Show the jobs of the shared devices: what each has and wants, and its slowdown relative to its fastest step."""
     with open_terminal(as_json) as terminal:
         found = _ask(device)
         terminal.write_document("jobs", brokers=[{"device": name, **_describe(reply)} for name, reply in found.items()])

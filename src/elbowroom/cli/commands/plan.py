@@ -79,7 +79,7 @@ def plan(
     from elbowroom.simulator.simulate import simulate
 
     with open_terminal(as_json) as terminal:
-        check_writable(output)
+        check_writable(output, inputs=(source, costs_file))
         check_amount("--budget", budget)
         managed = find_managed(strategy, manages)
         find_strategy(strategy, managed)
@@ -166,7 +166,7 @@ class Outcome:
         plain, forecast = self.plain, self.forecast
         choices = self.count_choices()
         offloaded = {decision.storage for decision in self.plan.decisions if decision.choice is Choice.OFFLOAD}
-        smallest, bound = ("smallest budget that works", "no plan can beat")
+        smallest, bound = ("smallest budget that works", "lower bound")
         if self.plan.cuts:
             smallest, bound = ("smallest with these slices", "bound of these slices")
         share, waits = forecast.peak_bytes / plain.peak_bytes, format_seconds(forecast.stall_seconds)
@@ -179,12 +179,12 @@ class Outcome:
             ("forecast step", format_seconds(forecast.step_seconds), f"{self.slowdown():.3f} times plain"),
             (bound, format_seconds(self.bound.seconds), f"the forecast is {self.gap():.1%} over it"),
             ("offloaded", format_bytes(forecast.offloaded_bytes), 
-             f"decided for {_count(choices['offload'], 'gap')} of {_count(len(offloaded), 'storage')}"),
+             f"in {_count(choices['offload'], 'gap')} between uses, of {_count(len(offloaded), 'storage')}"),
             ("reloaded", format_bytes(forecast.reloaded_bytes), f"{waits} of waiting for moves"),
             *_list_state(forecast),
             *_list_tiers(forecast),
             ("recomputed", format_seconds(forecast.recompute_seconds),
-             f"decided for {_count(choices['recompute'], 'gap')}, by {_count(len(self.plan.segments), 'segment')}"),
+             f"in {_count(choices['recompute'], 'gap')} between uses, by {_count(len(self.plan.segments), 'segment')}"),
             ("planned in", format_seconds(self.planning_seconds), f"strategy {self.plan.strategy}"),
             ("manages", self.managed, "what may leave the device"),
         ]  # fmt: skip

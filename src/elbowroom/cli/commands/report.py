@@ -14,6 +14,7 @@ from elbowroom.cli.parameters import CostsFile, Hardware, Json
 from elbowroom.cli.sources import find_costs, load_plan, load_trace
 from elbowroom.cli.step_files import load_run_step
 from elbowroom.cli.terminal import Terminal, open_terminal
+from elbowroom.errors import UsageError
 from elbowroom.ir import files
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
@@ -66,10 +67,13 @@ def render_report(
 
     with open_terminal(as_json) as terminal:
         check_table(by, depth)
-        check_writable(html)
+        check_writable(html, inputs=(*journals, trace_file, plan_file, costs_file))
         read = [(path, *load_journal(path)) for path in journals]
         if trace_file is not None or plan_file is not None:
-            steps = [_load_step(terminal, trace_file, plan_file, hardware, costs_file)] * len(read)
+            step = _load_step(terminal, trace_file, plan_file, hardware, costs_file)
+            for path in journals:
+                _check_same_step(path, step, trace_file or plan_file)
+            steps = [step] * len(read)
         else:
             steps = [_load_own_step(path) for path in journals]
         documents: list[dict[str, Any]] = []
@@ -141,6 +145,25 @@ def _load_step(
     plan = None if plan_file is None else load_plan(plan_file, trace)
     costs = find_costs(terminal, trace, hardware, costs_file)
     return _Step(trace=trace, costs=costs) if plan is None else _forecast(*apply_cuts(trace, costs, plan))
+
+
+def _check_same_step(journal: Path, step: _Step, given: Path | None) -> None:
+    """Check that a trace or plan is of the step that a run has written beside its journal, if it has.
+
+    Raises:
+        UsageError: it is of another step.
+    """
+    from elbowroom.ir.digest import digest
+
+    found = load_run_step(journal)
+    of_step = "" if step.plan is None else step.plan.trace_digest
+    if step.trace is not None:
+        of_step = digest(step.trace)
+    if found is not None and of_step and of_step != digest(found.trace):
+        raise UsageError(
+            f"{given} is of trace {of_step[:12]}, but {journal} is of {digest(found.trace)[:12]}, which it holds: "
+            f"leave {given} out"
+        )
 
 
 def _load_own_step(journal: Path) -> _Step:

@@ -61,7 +61,9 @@ _Budget = Annotated[str | None, typer.Option("--budget", help=f"Bytes the step m
 _Steps = Annotated[
     int | None,
     typer.Option(
-        "--steps", min=1, help="Forecast the last of so many steps under a policy: predictive learns from each (1)."
+        "--steps",
+        min=1,
+        help="Simulate so many steps under a policy, and report the last: predictive learns from each (1).",
     ),
 ]
 _Allocator = Annotated[
@@ -107,8 +109,8 @@ def simulate(
     """Forecast one step of a trace under a plan, or under a policy within a budget: peak, seconds and moves.
 
     For a plan, also explain why each block is where it is. With --ranks, forecast the step of a job of several
-    processes instead, under a plan or with everything kept: seconds and memory a rank. Exit code 3 if the policy finds
-    no room."""
+    processes instead, under a plan or with everything kept: seconds and memory per rank. Exit code 3 if the policy
+    finds no room."""
     options = RankOptions(
         ranks=ranks, network=network, parallel=parallel, algorithm=algorithm, bucket=bucket, bucket_view=bucket_view,
         reshard=reshard, shard_dtype=shard_dtype, stages=stages, micro_batches=micro_batches, schedule=schedule,

@@ -54,7 +54,7 @@ def view(
         Path | None, typer.Option("--front", help="Plans for other budgets, from `elbowroom compare --output`.")
     ] = None,
     bounds: Annotated[
-        int, typer.Option("--bounds", min=0, help="Budgets at which the page shows the time no plan can beat.")
+        int, typer.Option("--bounds", min=0, help="Budgets for which the page shows the lower bound of the step time.")
     ] = BOUNDS,
     plans: Annotated[
         int,
@@ -69,7 +69,7 @@ def view(
     Times are those of the forecast; a run adds its measurements.
     """
     with open_terminal(as_json) as terminal:
-        check_writable(output)
+        check_writable(output, inputs=(file, trace_file, plan_file, costs_file, front_file))
         if (front_file is not None or plans) and written_format is not Format.HTML:
             option = "--plans" if plans else "--front"
             raise UsageError(f"{option} belongs to the page: leave it out, or --format {written_format}")

@@ -46,7 +46,7 @@ def run_plain(
         floor: whether to capture one step afterwards, to find the smallest feasible budget.
 
     Returns:
-        losses (hexadecimal), seconds a step, peak_bytes of the last step, resident_bytes of the one before it (of the
+        losses (hexadecimal), seconds per step, peak_bytes of the last step, resident_bytes of the one before it (of the
         last on CUDA), smallest_budget_bytes.
     """
     from elbowroom.hooks.meter import read_resident_peak, reset_resident_peak

@@ -122,14 +122,14 @@ def _step(result: Result, seconds: float) -> tuple[str, str]:
 _ROWS: tuple[tuple[str, Callable[[Result], tuple[str, str]]], ...] = (
     ("plain peak", lambda r: (format_bytes(r.plain["peak_bytes"]), "")),
     ("plain resident memory", lambda r: (format_bytes(r.plain["resident_bytes"]), "")),
-    ("plain seconds a step", lambda r: (format_seconds(r.plain["seconds"]), "")),
+    ("plain seconds per step", lambda r: (format_seconds(r.plain["seconds"]), "")),
     ("budget", lambda r: _bytes(r, "peak_bytes", r.budget_bytes)),
     ("forecast peak", lambda r: _bytes(r, "peak_bytes", r.within["forecast_peak_bytes"])),
     ("measured peak", lambda r: _bytes(r, "peak_bytes", r.within["peak_bytes"])),
     ("resident memory", lambda r: _bytes(r, "resident_bytes", r.within["resident_bytes"])),
-    ("forecast seconds a step", lambda r: _step(r, r.within["forecast_seconds"])),
-    ("measured seconds a step", lambda r: _step(r, r.within["seconds"])),
+    ("forecast seconds per step", lambda r: _step(r, r.within["forecast_seconds"])),
+    ("measured seconds per step", lambda r: _step(r, r.within["seconds"])),
     ("losses equal", lambda r: (f"{'yes' if r.losses_equal else 'NO'}, all {len(r.plain['losses'])}", "")),
 )
 
-_SECTIONS = ("plain seconds a step",)
+_SECTIONS = ("plain seconds per step",)

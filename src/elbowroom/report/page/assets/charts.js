@@ -270,7 +270,7 @@ function makeFrontOption(data) {
       ? " (" + escapeHtml(item.value[2]) + ")" : ""}<br>${formatBytes(item.value[0])}, ${
       formatSeconds(item.value[1])}`, "item"),
     series: [{
-      name: "no plan can beat", type: "line", symbol: "circle", symbolSize: 5, data: front.bounds,
+      name: "lower bound", type: "line", symbol: "circle", symbolSize: 5, data: front.bounds,
       lineStyle: { type: "dashed", color: "#111111", width: 1.3 }, itemStyle: { color: "#111111" },
     }, ...points.map((each) => ({
       name: each.name, type: "scatter", symbol: each.symbol, symbolSize: each.size, data: each.data,

@@ -328,7 +328,7 @@ function start() {
   fillLegend("lane-legend", LANES.map((name) => [name, data.colours.lanes[name]]));
   fillLegend("module-legend", ["keep", "offload", "recompute"].map((name) => [name, data.colours.choices[name]]));
   fillLegend("front-legend", listFrontPoints(data).map((each) => [each.name, each.colour])
-    .concat(data.front.bounds.length ? [["no plan can beat", "#111111", "line"]] : [],
+    .concat(data.front.bounds.length ? [["lower bound", "#111111", "line"]] : [],
       data.budget_bytes ? [["budget", "#888888", "line solid"]] : []));
   linkZoom(["plain", "planned", "lanes", "blocks"]);
   charts.blocks.on("datazoom", markSelection);
