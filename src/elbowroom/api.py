@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from elbowroom._family import get
 from elbowroom.advice import advise
-from elbowroom.config import BUDGET_VARIABLE, read_budget_variable, read_config
+from elbowroom.config import BUDGET_VARIABLE, Config, read_budget_variable, read_config
 from elbowroom.cost.price import price
 from elbowroom.errors import Infeasible, TraceError, UsageError
 from elbowroom.hardware.memory import parse_budget
@@ -106,13 +106,10 @@ def open_room(
     Args:
         finds_steps: whether steps begin and end at the loop's calls, until the program begins one.
     """
-    config = read_config(**options)
-    get(policies, config.policy, "Policy")
-    find_strategy(config.strategy)
+    config = check_arguments(memory_budget, step=step, profile=profile, **options)
     wrappers = [find_wrapper(each) for each in list_models(gather_models(model))]  # whose gradient buckets count
     model, optimizers = gather_models(wrappers), list_optimizers(optimizer)
     device = find_device(model)
-    _check_options(step, profile)
     budget = _read_budget(memory_budget)
 
     def make(nbytes: int, lease: SharedLease | None = None) -> Room:
@@ -129,6 +126,28 @@ def open_room(
     except Infeasible as error:
         advise(error, model, optimizers, moves_state=config.manages == "everything")
         raise
+
+
+def check_arguments(
+    memory_budget: int | float | str | SharedLease | None,
+    *,
+    step: Callable[[], Any] | None = None,
+    profile: HardwareProfile | None = None,
+    **options: Any,
+) -> Config:
+    """Check the arguments of `fit` without a model, and return its options.
+
+    Raises:
+        UsageError: as for `fit`.
+    """
+    config = read_config(**options)
+    get(policies, config.policy, "Policy")
+    find_strategy(config.strategy)
+    _check_options(step, profile)
+    budget = _read_budget(memory_budget)
+    if not isinstance(budget, SharedLease) and budget != "shared":
+        parse_budget(budget, None)
+    return config
 
 
 def _read_budget(memory_budget: int | float | str | SharedLease | None) -> int | float | str | SharedLease:

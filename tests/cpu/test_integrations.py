@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -385,6 +386,19 @@ def test_lightning(tmp_path: pathlib.Path, profile: HardwareProfile) -> None:
     )  # fmt: skip
     assert resumed.room is not None
     check_journal(resumed.room.journal(), budget, [Mode.PLANNED] * 6)
+
+
+@pytest.mark.parametrize("name", ["transformers", "lightning", "accelerate"])
+def test_bad_arguments_are_refused_at_once(name: str) -> None:
+    pytest.importorskip(name, reason="the extra `integrations` is not installed")
+    module = importlib.import_module(f"elbowroom.integrations.{name}")
+    make: Any = module.ElbowroomPlugin if name == "accelerate" else module.ElbowroomCallback
+    for budget, options in (
+        ("x", {}), (0, {}), (1.5, {}), ("1GB", {"foo": 1}), ("1GB", {"mode": "x"}), ("1GB", {"strategy": "x"}),
+        ("1GB", {"priority": "x"}), ("1GB", {"spill_folder": 3}), ("1GB", {"profile": "rtx3090"}),
+    ):  # fmt: skip
+        with pytest.raises(UsageError):
+            make(budget, **options)
 
 
 @pytest.mark.filterwarnings("ignore")

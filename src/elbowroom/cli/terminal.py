@@ -98,6 +98,9 @@ class Terminal:
 @contextlib.contextmanager
 def open_terminal(as_json: bool) -> Iterator[Terminal]:
     """Open the terminal of one command. With `as_json`, other output to stdout is redirected to stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # where the locale has not all characters, such as "C"
+            stream.reconfigure(errors="replace")
     terminal = Terminal(as_json, sys.stdout or io.StringIO())  # it may be closed
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield terminal

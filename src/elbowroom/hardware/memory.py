@@ -21,8 +21,8 @@ def count_device_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def parse_budget(memory_budget: int | float | str, device: torch.device) -> int:
-    """Return a budget in bytes.
+def parse_budget(memory_budget: int | float | str, device: torch.device | None) -> int:
+    """Return a budget in bytes. `device`: None for one that is not known yet, of 1 TiB.
 
     Args:
         memory_budget: a number of bytes, "8GiB" or "8G" (1024), "8GB" (1000), or "60%" of the device's memory.
@@ -31,7 +31,7 @@ def parse_budget(memory_budget: int | float | str, device: torch.device) -> int:
         UsageError: the budget is malformed.
     """
     try:
-        return parse_bytes(memory_budget, device_bytes=count_device_bytes(device))
+        return parse_bytes(memory_budget, device_bytes=1 << 40 if device is None else count_device_bytes(device))
     except ValueError as error:
         raise UsageError(f"memory_budget: {error}") from error
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch.optim import Optimizer
 
-from elbowroom.api import open_room
+from elbowroom.api import check_arguments, open_room
 from elbowroom.errors import UsageError
 from elbowroom.integrations.learned_file import load_learned, read_learned, save_learned
 from elbowroom.integrations.logged_metrics import list_metrics
@@ -43,6 +43,7 @@ class ElbowroomPlugin:
     def __init__(
         self, memory_budget: int | float | str, *, profile: HardwareProfile | None = None, **options: Any
     ) -> None:
+        check_arguments(memory_budget, profile=profile, **options)
         self._memory_budget = memory_budget
         self._profile = profile
         self._options = options

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from elbowroom.api import open_room
+from elbowroom.api import check_arguments, open_room
 from elbowroom.integrations.logged_metrics import list_metrics
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
@@ -46,6 +46,7 @@ class ElbowroomCallback(Callback):
         **options: Any,
     ) -> None:
         super().__init__()
+        check_arguments(memory_budget, profile=profile, **options)
         self._memory_budget = memory_budget
         self._other_models = tuple(other_models)
         self._logs_metrics = logs_metrics

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from elbowroom.api import open_room
+from elbowroom.api import check_arguments, open_room
 from elbowroom.errors import NO_ROOM
 from elbowroom.integrations.learned_file import load_learned, read_learned, save_learned
 from elbowroom.integrations.logged_metrics import list_metrics
@@ -51,6 +51,7 @@ class ElbowroomCallback(TrainerCallback):
         profile: HardwareProfile | None = None,
         **options: Any,
     ) -> None:
+        check_arguments(memory_budget, profile=profile, **options)
         self._memory_budget = memory_budget
         self._other_models = tuple(other_models)
         self._logs_metrics = logs_metrics
