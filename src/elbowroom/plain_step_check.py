@@ -43,9 +43,13 @@ class PlainStepCheck:
             self._watched.clear()
         self._watched.add(self._job.name_trained())
 
+    def knows_trained(self) -> bool:
+        """Return True if a step has been watched in which the optimizers trained the parameters that they train now."""
+        return self._job.name_trained() in self._watched
+
     def fits(self, entry: PlanCacheEntry) -> bool:
         """Return True if a plain step fits beside what the job holds now (new gradients, for example)."""
-        if self._job.config.always_watch or not entry.is_seen or self._job.name_trained() not in self._watched:
+        if self._job.config.always_watch or not entry.is_seen:
             return False
         is_steady = entry.is_peak_known and not self._cache.varies
         return (is_steady and self._has_room(entry.expect_growth())) or self.has_ample_room(entry)
@@ -55,14 +59,14 @@ class PlainStepCheck:
         growth_bytes = max(self._metering.largest_growth_bytes, entry.expect_growth())
         return self._has_room(AMPLE * growth_bytes) and may_attach_later(self._ledger)
 
-    def needs_groups(self, entry: PlanCacheEntry) -> bool:
-        """Return True if a plain step may have no room for an update of all parameters at once.
+    def needs_groups(self, entry: PlanCacheEntry | None) -> bool:
+        """Return True if a step may have no room for an update of all parameters at once. `entry`: the expected kind.
 
-        Steps of this kind were captured while optimizers updated a few at a time.
+        What steps are known to take may be that of updates of a few at a time, as in captured steps.
         """
-        if not entry.planned.trace.updates:
-            return False
-        return not self._has_room(entry.expect_growth() + count_temporaries(self._job.optimizers))
+        growth_bytes = max(self._metering.largest_growth_bytes, 0 if entry is None else entry.expect_growth())
+        temporary_bytes = count_temporaries(self._job.optimizers)
+        return temporary_bytes > 0 and not self._has_room(growth_bytes + temporary_bytes)
 
     def _has_room(self, nbytes: int) -> bool:
         return self._ledger.has_room(nbytes + self._pager.count_away(), self._cache.lease.device_bytes)

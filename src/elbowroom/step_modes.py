@@ -152,8 +152,10 @@ class StepModes:
             return self._run_capture()
         if entry is None:
             return self._run_dynamic(self._schedule.reason)
-        awaits_state = not self._first_updates.are_over() and self._pager.is_needed(self._cache.lease.device_bytes)
-        if entry.planned.is_plain and not awaits_state and self._plain_check.fits(entry):
+        knows_trained = self._plain_check.knows_trained()
+        has_state = knows_trained and self._first_updates.are_over()
+        awaits_state = not has_state and self._pager.is_needed(self._cache.lease.device_bytes)
+        if entry.planned.is_plain and knows_trained and not awaits_state and self._plain_check.fits(entry):
             return self._run_plain(entry)
         if self._cache.knows_few and not (awaits_state or entry.is_agreed):
             return self._run_dynamic(NEW_KINDS)
@@ -186,7 +188,9 @@ class StepModes:
         moves_state = entry.planned.candidate.state_schedule is not None
         is_over = entry.planned.count_spare_bytes(self._cache.lease.device_bytes, live_bytes) < 0
         self._begin_paging(
-            may_move=moves_state or awaits_state or is_over or self.captured.is_paging, is_planned=moves_state
+            may_move=moves_state or awaits_state or is_over or self.captured.is_paging,
+            is_planned=moves_state,
+            has_groups=bool(entry.planned.trace.updates) and self._plain_check.needs_groups(entry),
         )
         # After planning from fake tensors, and where predictions are wrong, steps are observed op by op.
         measuring = entry.is_measuring(self._job.config.settling_steps)
@@ -232,7 +236,9 @@ class StepModes:
     def _run_dynamic(self, note: str) -> Iterator[None]:
         least_bytes = self._ledger.live_bytes + 2 * self._metering.largest_growth_bytes
         self._begin_paging(
-            may_move=True, is_unknown=self._metering.steps == 0 or least_bytes > self._cache.lease.device_bytes
+            may_move=True,
+            is_unknown=self._metering.steps == 0 or least_bytes > self._cache.lease.device_bytes,
+            has_groups=self._plain_check.needs_groups(self._cache.current),
         )
         meter = self._metering.make()
         runner = self._make_runner(Phase.UNPRESSURED)

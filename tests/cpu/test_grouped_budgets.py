@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from typer.testing import CliRunner
 
@@ -21,7 +22,7 @@ from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.planner.options import Manages
 from elbowroom.planner.problem import pose
-from tests.state_jobs import assert_same, fit, list_tensors, make_job, make_model
+from tests.state_jobs import StateJob, assert_same, fit, list_tensors, make_job, make_model
 
 QUICK = "auto:effort=0.02"
 """The planner with a short search."""
@@ -69,6 +70,46 @@ def test_plain_steps_update_in_groups_where_whole_updates_have_no_room(
     found, modes, most_bytes = train(int(share * peak_bytes), mode="auto")
     assert_same(expected, found)
     assert most_bytes <= share * peak_bytes and Mode.PLAIN in modes
+
+
+def add_a_group(job: StateJob, index: int) -> None:
+    if index == 6:
+        job.model.append(nn.Linear(job.model[0][0].in_features, 64))
+        job.optimizers[0].add_param_group({"params": job.model[-1].parameters()})
+
+
+def unfreeze(job: StateJob, index: int) -> None:
+    for layer in job.model[:3]:
+        layer.requires_grad_(index >= 6)
+
+
+def keep_gradients(job: StateJob, index: int) -> None:
+    if index % 3:
+        job.optimizers[0].zero_grad = lambda: None  # type: ignore[method-assign]
+    else:
+        vars(job.optimizers[0]).pop("zero_grad", None)
+
+
+@pytest.mark.parametrize("change", [add_a_group, unfreeze, keep_gradients])
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.6])
+def test_steps_that_take_more_state_than_those_before(
+    share: float, change: Callable[[StateJob, int], None], profile: HardwareProfile
+) -> None:
+    def train(budget_bytes: int, **options: Any) -> tuple[dict[str, torch.Tensor], int]:
+        job = make_job(functools.partial(torch.optim.AdamW, lr=1e-3, foreach=True), make_model(6))
+        with fit(job, profile, budget_bytes, min_offload_bytes=1 << 10, **options) as room:
+            losses = []
+            for index in range(12):
+                change(job, index)
+                with room.step():
+                    losses.append(job.step(index))
+            peak_bytes = max(each.peak_bytes or 0 for each in room.journal().steps)
+        return list_tensors(job) | {f"loss {index}": loss for index, loss in enumerate(losses)}, peak_bytes
+
+    expected, peak_bytes = train(1 << 40)
+    found, most_bytes = train(int(share * peak_bytes), mode="auto")
+    assert_same(expected, found)
+    assert most_bytes <= share * peak_bytes
 
 
 SPEC = """

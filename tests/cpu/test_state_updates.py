@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.optim import adam
 
 from elbowroom.errors import Infeasible, TransferFailed
 from elbowroom.hooks.grouped_step import find_groupable
@@ -38,6 +39,8 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False),
     "sgd foreach": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
 }
+
+SGD_STEP = torch.optim.SGD.step
 
 FEW = 6
 """Layers of the model, so that not too many transfers are there to fail."""
@@ -235,6 +238,40 @@ def test_a_step_that_the_program_has_replaced_runs_once(where: str, mode: str, p
     with pytest.MonkeyPatch.context() as patch:
         assert_same(plain, run_within(lambda: make(patch), profile, mode=mode))
     assert len(calls) == 2 * count > 0
+
+
+def test_functions_of_an_update_that_the_program_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may look at all parameters of a group."""
+    (optimizer,) = make_job(OPTIMIZERS["adamw"]).optimizers
+    for owner, name in ((optimizer, "_init_group"), (torch.optim.AdamW, "_init_group"), (adam, "adam")):
+        inner = getattr(owner, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda *args, inner=inner, **options: inner(*args, **options))
+            assert not find_groupable([optimizer])
+        assert find_groupable([optimizer])
+
+
+def test_a_scheduler_goes_on_with_the_step_that_it_wrapped(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch does not call a step that the class gets later."""
+
+    def make() -> StateJob:
+        job = make_job(OPTIMIZERS["sgd"])
+        scheduler = torch.optim.lr_scheduler.StepLR(job.optimizers[0], 2)
+
+        def step(index: int) -> torch.Tensor:
+            if index == 2:
+                monkeypatch.setattr(torch.optim.SGD, "step", None)
+            loss: torch.Tensor = job.step(index)
+            scheduler.step()
+            return loss
+
+        return dataclasses.replace(job, step=step)
+
+    plain = run_plain(make)
+    monkeypatch.setattr(torch.optim.SGD, "step", SGD_STEP)
+    assert_same(plain, run_within(make, profile))
 
 
 def test_wrappers_of_learning_rate_schedulers_leave_updates_in_groups() -> None:

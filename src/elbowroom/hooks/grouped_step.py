@@ -14,6 +14,7 @@ import itertools
 import os
 import sys
 import types
+import typing
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,6 +39,9 @@ PER_PARAMETER = frozenset(
 )  # fmt: skip
 """Optimizers that update a parameter from its gradient, its state and the options of its group alone."""
 
+REPLACEABLE = frozenset(("step", "zero_grad"))
+"""Methods that an optimizer may have of its own: the former is looked at, and the latter is not part of it."""
+
 Slices = list[list[torch.nn.Parameter]]
 """Parameters to update together, by param group."""
 
@@ -49,17 +53,36 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer's `step` is that of its class, within nothing but PyTorch's own wrappers."""
-    folders = os.path.dirname(hooked.__file__), os.path.dirname(str(sys.modules[type(optimizer).__module__].__file__))
-    files = _contextlib.__file__, __file__
+    """Tell whether an optimizer's `step` is that of its class, within nothing but PyTorch's own wrappers, and calls no
+    function that the program has replaced.
+    """
+    kind = type(optimizer)
+    folders = _find_folder(hooked), _find_folder(sys.modules[kind.__module__])
+    own = frozenset((typing.__file__, _contextlib.__file__, __file__))
     step: Any = optimizer.step
-    while isinstance(code := getattr(getattr(step, "__func__", step), "__code__", None), types.CodeType):
-        if os.path.dirname(code.co_filename) not in folders and code.co_filename not in files:
-            return False
-        if (inner := getattr(step, "__wrapped__", None)) is None:
-            return code.co_name == "step"
-        step = inner
-    return False
+    while (is_own := _is_defined_in(step, folders, own)) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    function = getattr(step, "__func__", step)
+    if not is_own or function.__name__ != "step":
+        return False
+    if any(callable(each) and hasattr(kind, name) for name, each in vars(optimizer).items() if name not in REPLACEABLE):
+        return False
+    found = (function.__globals__.get(name) for name in function.__code__.co_names)
+    if not all(_is_defined_in(each, folders, own) for each in found if isinstance(each, types.FunctionType)):
+        return False
+    group: Any = getattr(kind, "_init_group", None)  # which Dynamo wraps
+    return group is None or _is_defined_in(group, (*folders, os.path.join(_find_folder(torch), "_dynamo")), own)
+
+
+def _find_folder(module: Any) -> str:
+    return os.path.dirname(str(module.__file__))
+
+
+def _is_defined_in(function: Any, folders: Sequence[str], files: frozenset[str]) -> bool:
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if not isinstance(code, types.CodeType):
+        return False
+    return code.co_filename in files or os.path.dirname(code.co_filename) in folders
 
 
 def is_uniform(optimizer: Optimizer) -> bool:
@@ -97,7 +120,8 @@ class GroupedStep:
 
         @functools.wraps(inner.__func__ if isinstance(inner, types.MethodType) else inner)
         def step(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
-            if inspect.getattr_static(type(optimizer), "step") is not of_class:  # replaced since
+            is_inherited = self._before is None
+            if is_inherited and inspect.getattr_static(type(optimizer), "step") is not of_class:  # replaced since
                 return type(optimizer).step(optimizer, *args, **options)
             group_bytes = self._find_group_bytes()
             if group_bytes is None or not is_uniform(optimizer) or is_in_compiled_call():
