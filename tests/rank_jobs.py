@@ -31,6 +31,7 @@ from tests.native.outside_meter import register_meter
 
 WIDTH = 64
 STEPS = 6
+PLAN_BYTES = 1 << 20
 
 
 @dataclasses.dataclass
@@ -719,6 +720,7 @@ def differ(rank: int, profile: HardwareProfile) -> dict[str, Any]:
 def change_budgets(rank: int, profile: HardwareProfile) -> dict[str, Any]:
     """A room whose budget changes, and exchanges of a room that only follows its plan."""
     found: dict[str, Any] = {}
+    meter = AllocatorMeter()
     model, optimizer = _make(rank)
     options: dict[str, Any] = {"min_offload_bytes": 1 << 10, "strategy": "offload_all"}
     with elbowroom.fit(model, optimizer, 4 << 20, profile=profile, **options) as room:
@@ -746,6 +748,10 @@ def change_budgets(rank: int, profile: HardwareProfile) -> dict[str, Any]:
                 _step(rank, CASES["transformer"], model, optimizer, index)
         found["modes"] = [each.mode.value for each in room.journal().steps]
         found["peaks"] = [each.peak_bytes for each in room.journal().steps]
+        meter.reset_peak()
+        before = meter.read_peak()
+        assert group.make_once("a plan", 0, lambda: "x" * PLAN_BYTES) == "x" * PLAN_BYTES
+        found["bytes of a plan"] = meter.read_peak() - before
     return found
 
 

@@ -12,7 +12,17 @@ import torch.distributed as dist
 
 from elbowroom.ir.hardware import HardwareProfile
 from tests.bucket_jobs import CASES
-from tests.rank_jobs import STEPS, End, Found, check_outcome, check_resumed, list_cases, run_ranks, run_rooms
+from tests.rank_jobs import (
+    PLAN_BYTES,
+    STEPS,
+    End,
+    Found,
+    check_outcome,
+    check_resumed,
+    list_cases,
+    run_ranks,
+    run_rooms,
+)
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
@@ -133,6 +143,7 @@ def test_a_budget_changes_on_all_ranks(met: list[End]) -> None:
     for each in (one, other):
         assert each["exchanges"] == 2  # one to offer steps, and one to receive the plan
         assert each["plan changed"] and each["plan"] == one["plan"]
+        assert each["bytes of a plan"] < PLAN_BYTES / 8  # it is sent beside PyTorch's allocator
         assert each["budget"] == each["kept"] == (7 << 19) - (1 << 18)
         assert each["refused"].startswith("Infeasible: the step cannot run within 1000 B")
         assert each["modes"][3:] == ["planned"] * 5

@@ -7,11 +7,13 @@ import datetime
 import itertools
 import logging
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from elbowroom.errors import RankLost
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 ENDING_SECONDS = 1.0
 """How long a process may take to end after it has lost its connections."""
+
+LENGTH_BYTES = 8
 
 Value = TypeVar("Value")
 
@@ -149,14 +153,23 @@ class RankGroup:
             thread.join()
 
     def _say(self, word: _Word) -> None:
-        with self._explaining():
-            dist.broadcast_object_list([tuple(word)], src=self.members[self.rank], group=self._group)
+        said = bytearray(pickle.dumps(tuple(word)))
+        for each in (bytearray(len(said).to_bytes(LENGTH_BYTES, "little")), said):
+            self._broadcast(each, self.rank)
 
     def _hear(self, leader: int) -> _Word:
-        heard: list[Any] = [None]
+        length = self._broadcast(bytearray(LENGTH_BYTES), leader)
+        return _Word(*pickle.loads(self._broadcast(bytearray(int.from_bytes(length, "little")), leader)))
+
+    def _broadcast(self, data: bytearray, leader: int) -> bytearray:
+        """Send bytes, or receive them into `data`, and return it.
+
+        A plan may have megabytes. As Python's own memory it is no tensor that would count for the budget.
+        """
         with self._explaining():
-            dist.broadcast_object_list(heard, src=self.members[leader], group=self._group)
-        return _Word(*heard[0])
+            tensor = torch.frombuffer(data, dtype=torch.uint8)
+            dist.broadcast(tensor, src=self.members[leader], group=self._group)
+        return data
 
     def _enter(self, what: str) -> None:
         """Note in the store that this rank waits for the others."""
