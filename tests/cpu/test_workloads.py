@@ -155,7 +155,7 @@ def test_published_names_have_the_published_size_and_need_no_memory_under_fake_t
         ("transformers:gpt2", {"image_size": 32}, "image_size does not fit transformers:gpt2"),
         ("transformers:gpt2", {"channels_last": True}, "it takes text"),
         ("transformers:gpt2", {"sequence_length": 1025}, "at most 1024"),
-        ("transformers:roberta-base", {"sequence_length": 513, "layers": 1}, "at most 512"),
+        ("transformers:roberta-base", {"sequence_length": 513, "layers": 1}, "of transformers:roberta-base, 512"),
         ("transformers:wav2vec2", {}, "neither a language model nor an image classifier"),
         ("transformers:clip", {}, "several models"),
         ("transformers:resnet", {"layers": 3}, "does not count layers"),

@@ -86,7 +86,6 @@ class StatePager:
         self._native = library.load()
         self._device = device
         self._list_residents = list_residents
-        self._groups = UpdateGroups(optimizers, lambda: self.budget_bytes, self._hold)
         self._ledger = ledger
         self._min_bytes = min_bytes
         self._held: dict[Any, Any] = {}  # storages whose address the program knows, until the next step begins
@@ -95,8 +94,9 @@ class StatePager:
         self._first_bytes: int | None = None  # state when the first step begins
         self._comes_first = False  # state leaves before activations, as there is more of it
         self._was_short = False
-        # Not a method, which would make a cycle that holds the job.
-        self.storages = PagedStorages(transfers, ledger, functools.partial(_limit, weakref.ref(self)))
+        own = weakref.ref(self)  # methods would make cycles that hold the job
+        self._groups = UpdateGroups(optimizers, functools.partial(_find_budget, own), functools.partial(_hold, own))
+        self.storages = PagedStorages(transfers, ledger, functools.partial(_limit, own))
         self.sections = Sections(self.storages, transfers)
         self.is_active = False
         self._uses = WatchedUses(self.storages.table, may_watch=moves_results)
@@ -328,6 +328,16 @@ class StatePager:
         if self.storages.refusal:  # what should have left stays
             self.storages.require(nbytes, self.budget_bytes or 0)
         return held
+
+
+def _find_budget(pager: weakref.ref[StatePager]) -> int | None:
+    found = pager()
+    return None if found is None else found.budget_bytes
+
+
+def _hold(pager: weakref.ref[StatePager], tensors: Sequence[torch.Tensor]) -> object:
+    found = pager()
+    return None if found is None else found._hold(tensors)
 
 
 def _limit(pager: weakref.ref[StatePager], nbytes: int) -> int | None:

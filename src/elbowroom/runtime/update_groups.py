@@ -17,8 +17,9 @@ take several times as much."""
 HELD = 2
 """The update of a group begins with all that it uses in memory, unless that is more than this share of the budget."""
 
-MOST_LISTS = 6
-"""Updates by `_foreach_` ops make at most so many lists of temporaries, each as large as the parameters."""
+MOST_LISTS = 4
+"""Updates by `_foreach_` ops make fewer lists of temporaries, each as large as the parameters: 3 are the most that
+PyTorch's optimizers make, Adadelta with weight decay and negated gradients."""
 
 
 class UpdateGroups:
