@@ -58,8 +58,11 @@ struct PackedTensor {
       for (py::object* each : {&append, &retire, &residence}) each->release();
       return;
     }
-    call_shielded(append, py::make_tuple(py::make_tuple(index, residence)));
-    call_shielded(retire, py::make_tuple());
+    const py::error_scope former;
+    const py::tuple save = py::make_tuple(index, residence);
+    PyObject* const none = PyObject_CallOneArg(append.ptr(), save.ptr());  // in C, where no signal is handled
+    none == nullptr ? PyErr_WriteUnraisable(append.ptr()) : Py_DECREF(none);
+    call_shielded(retire, py::tuple());
   }
 
   py::object append, retire;
