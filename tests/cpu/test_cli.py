@@ -486,6 +486,21 @@ def test_what_cannot_mean_anything(arguments: tuple[str, ...], words: str) -> No
     assert words in fail(MISUSED, *arguments)
 
 
+def test_an_error_of_a_workload_shows_the_frames_of_the_workload(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code, says in (
+        ("fails_to_build", "def make(): raise KeyError('no data set')", "KeyError: 'no data set'"),
+        ("fails_to_import", "import is_not_there\ndef make(): pass", "No module named 'is_not_there'"),
+    ):
+        (tmp_path / f"{name}.py").write_text(code)
+        result = call("capture", f"{name}:make", "-o", tmp_path / "trace.json")
+        assert result.exit_code == FAILED and says in result.stderr
+        assert result.stderr.count('File "') == 1 and f"{name}.py" in result.stderr
+    assert not (tmp_path / "trace.json").exists()
+
+
 def test_a_result_that_cannot_be_written_is_noticed_before_the_work(
     files: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,11 @@ import errno
 import importlib.metadata
 import inspect
 import os
+import pathlib
 import platform
+import sysconfig
+import traceback
+import types
 from typing import Annotated, Any
 
 import typer
@@ -45,19 +49,20 @@ class Program(typer.core.TyperGroup):
         except ElbowroomError as error:
             _complain(str(error))
             raise typer.Exit(find_exit_code(error)) from error
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "torch":
-                raise
-            _complain(NEEDS_TORCH)
-            raise typer.Exit(MISUSED) from error
-        except OSError as error:
-            if error.errno not in (errno.EIO, errno.ENOSPC):
-                raise
-            _complain(f"cannot write the output: {error.strerror}")
-            raise typer.Exit(FAILED) from error
         except KeyboardInterrupt as error:
             _complain("interrupted")
             raise typer.Exit(INTERRUPTED) from error
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "torch":
+                _complain(NEEDS_TORCH)
+                raise typer.Exit(MISUSED) from error
+            if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ENOSPC):
+                _complain(f"cannot write the output: {error.strerror}")
+                raise typer.Exit(FAILED) from error
+            if (begin := _find_workload(error.__traceback__)) is None:
+                raise
+            traceback.print_exception(type(error), error, begin)
+            raise typer.Exit(FAILED) from error
 
 
 def make_app() -> typer.Typer:
@@ -85,6 +90,15 @@ def main() -> None:
     # transformers otherwise logs a line for every model that it does not know.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     make_app()(prog_name="elbowroom")
+
+
+def _find_workload(frame: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the first frame of the user's own code, such as a workload's; None if there is none."""
+    paths = sysconfig.get_paths()
+    installed = (str(pathlib.Path(__file__).parents[1]), paths["stdlib"], paths["purelib"], paths["platlib"], "<frozen")
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(installed):
+        frame = frame.tb_next
+    return frame
 
 
 def _show_version(is_asked: bool) -> None:
