@@ -136,7 +136,7 @@ class RankOptions:
         if self.network is None:
             raise UsageError(
                 f"--ranks needs --network: {', '.join(list_networks())}, or the file of a network "
-                "(docs: several devices)"
+                "(docs: Simulating many ranks)"
             )
         kind = self._kind
         for name, owner in _OWNERS.items():
