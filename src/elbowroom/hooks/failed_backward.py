@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -13,6 +15,8 @@ def forget_failed_backward() -> None:
     It keeps them in the thread's queue until the next backward pass begins, before which the next forward pass may need
     their memory. Does nothing inside a backward pass or a function that `torch.func` transforms.
     """
+    if sys.is_finalizing():
+        return  # functions that import are of no use any more
     if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     hides = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # the program's are not called

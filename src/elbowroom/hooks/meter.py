@@ -107,10 +107,8 @@ class CpuMeter:
         self._ledger = ledger
         self._scope = ledger.scope
         self.is_detailed = is_detailed
-        self._begins: list[int] = []
-        self._ends: list[int] = []
+        self._ops: list[tuple[int, int, float]] = []  # begin, end and seconds of waiting; at once, as Ctrl-C may come
         self._find_stall = find_stall
-        self._stalls: list[float] = []  # while each op ran
         self._live_before = self._adopted_before = 0
         self._times = self._live = _NO_CHANGES
 
@@ -135,9 +133,7 @@ class CpuMeter:
 
     def end_op(self, begun: tuple[float, int], least_bytes: int = 0) -> None:
         stalled, begin = begun
-        self._begins.append(begin)
-        self._ends.append(time.time_ns())
-        self._stalls.append(self._find_stall() - stalled)
+        self._ops.append((begin, time.time_ns(), self._find_stall() - stalled))
 
     def stop(self) -> None:
         self.peak_bytes, self.resident_bytes = int(self._scope.peak_bytes), _resident_peak.read()
@@ -148,8 +144,7 @@ class CpuMeter:
             self._live = self._live - _sum_moves(moves, self._times)
 
     def op_seconds(self) -> tuple[float, ...]:
-        spans = zip(self._begins, self._ends, self._stalls, strict=True)
-        return tuple(max(0.0, (end - begin) * 1e-9 - stall) for begin, end, stall in spans)
+        return tuple(max(0.0, (end - begin) * 1e-9 - stall) for begin, end, stall in self._ops)
 
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
         if not len(self._times):
@@ -159,8 +154,8 @@ class CpuMeter:
 
     def _count_taken(self) -> list[int]:
         """Return for each op the peak of live bytes above those at its beginning."""
-        firsts = np.searchsorted(self._times, self._begins, side="left").tolist()
-        lasts = np.searchsorted(self._times, self._ends, side="right").tolist()
+        firsts = np.searchsorted(self._times, [begin for begin, _, _ in self._ops], side="left").tolist()
+        lasts = np.searchsorted(self._times, [end for _, end, _ in self._ops], side="right").tolist()
         found = []
         for first, last in zip(firsts, lasts, strict=True):
             before = int(self._live[first - 1])

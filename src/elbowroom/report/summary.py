@@ -122,7 +122,9 @@ def check_table(by: str, depth: int | None) -> None:
     if by not in TABLES:
         raise UsageError(f"a report is by {' or by '.join(TABLES)}, not by {by!r}")
     if depth is not None and (by != "module" or isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
-        raise UsageError('depth is a number of levels of modules, at least 1, and belongs to a report by "module" (--by module)')
+        raise UsageError(
+            'depth is a number of levels of modules, at least 1, and belongs to a report by "module" (--by module)'
+        )
 
 
 def _describe_modules(

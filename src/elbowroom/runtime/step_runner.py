@@ -141,7 +141,7 @@ class StepRunner:
             self._drain()
             self._deferred.catch_up()
             if self._observer is not None:
-                self._observer.saved(tensor)
+                self._observer.saved(tensor, index)
             tensors = self._saved_tensors
             record: Any = None if saved is None else saved.record
             tick = tensors.follow_save(index, record)

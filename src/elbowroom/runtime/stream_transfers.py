@@ -29,7 +29,7 @@ from elbowroom.runtime.stream_copies import StreamCopy
 from elbowroom.runtime.streams import Streams
 from elbowroom.runtime.transfers import Finish, check_process
 from elbowroom.runtime.transfers_in_flight import TransfersInFlight
-from elbowroom.tiers.disk import SpillFile
+from elbowroom.tiers.disk import SpillFile, raise_foreign
 from elbowroom.tiers.pinned import HostSlabs, SlabBlock
 
 logger = logging.getLogger(__name__)
@@ -318,5 +318,6 @@ class StreamTransfers:
             try:
                 move()
             except OSError as error:
+                raise_foreign(error)
                 copy.error = error
             self._in_flight.note_end(unfinished, copy.last)

@@ -29,6 +29,12 @@ Dimensions = Sequence[tuple[int, int, int]]
 logger = logging.getLogger(__name__)
 
 
+def raise_foreign(error: OSError) -> None:
+    """Raise an error again that no system call has made, such as the TimeoutError of a signal's handler."""
+    if error.errno is None:
+        raise error
+
+
 class SpillFile:
     """Blocks in an unlinked temporary file.
 
@@ -48,6 +54,7 @@ class SpillFile:
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder, prefix="elbowroom-", buffering=0)  # noqa: SIM115
         except OSError as error:
+            raise_foreign(error)
             raise UsageError(
                 f"cannot spill to {self.folder}: {error.strerror or error}; pass spill_folder= a writable folder"
             ) from error
@@ -100,6 +107,7 @@ class SpillFile:
             os.posix_fallocate(self._file.fileno(), self.file_bytes, end - self.file_bytes)
         except OSError as error:
             self._free.give(offset, nbytes)
+            raise_foreign(error)
             if error.errno not in ADVICE:
                 raise TransferFailed(f"{NAME} in {self.folder} cannot grow: {error.strerror}") from error
             free_bytes = self._count_free(error.errno)
@@ -139,6 +147,7 @@ class SpillFile:
             try:
                 os.ftruncate(self._file.fileno(), least)
             except OSError as error:
+                raise_foreign(error)
                 logger.warning("%s in %s could not be truncated: %s", NAME, self.folder, error)
             else:
                 self.file_bytes = least
@@ -193,6 +202,7 @@ class SpillFile:
                 if self._pid == os.getpid():
                     os.ftruncate(self._file.fileno(), 0)  # frees the disk even if a forked process has it open
             except OSError as error:
+                raise_foreign(error)
                 logger.warning("%s in %s could not be truncated before it was closed: %s", NAME, self.folder, error)
             finally:
                 self._file.close()

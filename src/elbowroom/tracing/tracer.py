@@ -232,10 +232,12 @@ class Tracer(TorchDispatchMode):
 
     # -- saved tensors --------------------------------------------------------------------------------------------
 
-    def saved(self, tensor: torch.Tensor) -> int:
-        """Record that autograd saves `tensor`. Return the index of the save."""
+    def saved(self, tensor: torch.Tensor, index: int | None = None) -> int:
+        """Record that autograd saves `tensor`. Return the index of the save. `index`: given if it is known."""
         seen = self._find(tensor) or self._identify(tensor, Role.INPUT, -1, "input")
         with self._lock:
+            missed = 0 if index is None else index - len(self._saves)  # interrupted, before they came here
+            self._saves += [[self.ticks.take(), -1, -1] for _ in range(missed)]
             self._saves.append([self.ticks.take(), -1 if seen is None else seen.id, -1])
             return len(self._saves) - 1
 
@@ -248,10 +250,8 @@ class Tracer(TorchDispatchMode):
         if storage is not None:
             if self.lookup(storage) is None and self._saves[save][1] >= 0:
                 self._returned.put(storage, self._seen[self._saves[save][1]])
-            open_needs = self._open_needs.find(storage)
-            if open_needs is None:
-                open_needs = []
-                self._open_needs.put(storage, open_needs)
+            if (open_needs := self._open_needs.find(storage)) is None:
+                self._open_needs.put(storage, open_needs := [])
             open_needs.append(index)
 
     def save_released(self, save: int) -> None:

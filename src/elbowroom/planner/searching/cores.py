@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from elbowroom._threads import can_start_threads
@@ -27,15 +27,19 @@ def run_all(tasks: Sequence[Callable[[], Result]], stop: Callable[[], None] = la
     if cores > 1 and can_start_threads():
         pool = ThreadPoolExecutor(max_workers=cores)
         try:
-            running = [pool.submit(task) for task in tasks]
-        except RuntimeError:  # no thread could be started
-            pool.shutdown(cancel_futures=True)
-        else:
-            try:
+            if (running := _submit(pool, tasks)) is not None:
                 return [each.result() for each in running]
-            except BaseException:
-                stop()
-                raise
-            finally:
-                pool.shutdown(cancel_futures=True)
+        except BaseException:
+            stop()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C, too: it may come before Python knows a thread
     return [task() for task in tasks]
+
+
+def _submit(pool: ThreadPoolExecutor, tasks: Sequence[Callable[[], Result]]) -> list[Future[Result]] | None:
+    """Begin tasks; None if no thread could be started."""
+    try:
+        return [pool.submit(task) for task in tasks]
+    except RuntimeError:
+        return None

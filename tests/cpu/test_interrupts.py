@@ -1,0 +1,160 @@
+"""Interrupts: Ctrl-C, and exceptions of signal handlers, at any moment."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import operator
+import os
+import pathlib
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom
+from elbowroom.hooks.dispatch_keys import Hidden
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.native import library
+from elbowroom.planner.searching.cores import run_all
+from elbowroom.runtime.step_runner import StepRunner
+from elbowroom.tiers.disk import SpillFile
+
+
+def wait_after(function: Callable[[], Any]) -> None:
+    """Call a function, and wait for an exception that comes after it."""
+    function()
+    threading.Event().wait(5)
+
+
+@pytest.fixture
+def interrupted() -> Iterator[Callable[[Callable[[], Any]], None]]:
+    """Calls a function with Ctrl-C pending, and expects it to be raised afterwards."""
+
+    def call(function: Callable[[], Any]) -> None:
+        # In C, as Python looks for signals between two instructions.
+        calls = map(operator.call, [ctypes.pythonapi.PyErr_SetInterrupt, function])
+        with pytest.raises(KeyboardInterrupt):
+            wait_after(functools.partial(collections.deque, calls, maxlen=0))
+
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield call
+    signal.signal(signal.SIGINT, former)
+
+
+def test_a_saved_tensor_is_given_up(interrupted: Callable[[Callable[[], Any]], None]) -> None:
+    retired: collections.deque[tuple[int, None]] = collections.deque()
+    calls: list[int] = []
+    box = [library.load().PackedTensor(retired.append, lambda: calls.append(len(retired)), 7, None, 0)]
+    interrupted(box.clear)
+    assert list(retired) == [(7, None)] and calls == [1]
+
+
+def test_a_callback_of_a_weak_reference(interrupted: Callable[[Callable[[], Any]], None]) -> None:
+    box, calls = [Hidden()], list[object]()
+    callback = library.load().ShieldedFunction(calls.append)
+    reference = weakref.ref(box[0], callback)
+    interrupted(box.clear)
+    assert calls == [reference]
+
+
+class Deadline(TimeoutError):
+    """Raised by the handler of a signal."""
+
+
+@pytest.mark.parametrize("budget_bytes", [500_000, 1 << 30])
+def test_a_captured_step_goes_on_after_an_interrupt(
+    budget_bytes: int, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extension has counted a save that was never recorded."""
+    drain, calls = StepRunner._drain, [0]
+
+    def interrupt(runner: StepRunner) -> None:
+        if sys._getframe(1).f_code.co_name == "save":
+            calls[0] += 1
+            if calls[0] == 5:
+                raise Deadline
+        drain(runner)
+
+    def train(*, is_managed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(64, 64), nn.GELU())))
+        optimizer = torch.optim.AdamW(model.parameters())
+        room: Any = contextlib.nullcontext()
+        if is_managed:
+            room = elbowroom.fit(model, optimizer, budget_bytes, min_offload_bytes=1 << 10, profile=profile)
+        with room:
+            for index in range(6):
+                if index == 1 and is_managed:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(StepRunner, "_drain", interrupt)
+                        with pytest.raises(Deadline):
+                            model(torch.ones(256, 64))
+                model(torch.full((256, 64), float(index))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [each.detach() for each in model.parameters()]
+
+    assert all(map(torch.equal, train(is_managed=False), train(is_managed=True)))
+
+
+def test_an_interrupt_as_threads_begin_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elbowroom.planner.searching.cores.can_start_threads", lambda: True)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    start = threading.Thread.start
+
+    def interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_all([int, int])
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_an_error_of_a_handler_is_no_error_of_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    def interrupt(*_args: object) -> None:
+        raise Deadline
+
+    file = SpillFile(tmp_path)
+    file.reserve(1 << 16)
+    with monkeypatch.context() as patch:
+        for name in ("posix_fallocate", "ftruncate"):
+            patch.setattr(os, name, interrupt)
+        with pytest.raises(Deadline):
+            file.reserve(1 << 20)
+        with pytest.raises(Deadline):
+            file.close()
+
+
+def test_a_call_that_is_interrupted_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    ignored: list[str] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: ignored.append(str(unraisable.exc_value)))
+
+    def fail(times: int) -> None:
+        calls.append(times)
+        if len(calls) <= times:
+            raise ArithmeticError("of a signal's handler")
+
+    shielded = library.load().ShieldedFunction(fail)
+    with pytest.raises(ArithmeticError):
+        wait_after(functools.partial(shielded, 1))
+    assert calls == [1, 1] and not ignored
+    calls.clear()
+    with pytest.raises(ArithmeticError):
+        wait_after(functools.partial(shielded, 2))
+    assert calls == [2, 2] and ignored == ["of a signal's handler"]
