@@ -155,6 +155,6 @@ def test_a_call_that_is_interrupted_is_made_again(monkeypatch: pytest.MonkeyPatc
         wait_after(functools.partial(shielded, 1))
     assert calls == [1, 1] and not ignored
     calls.clear()
-    with pytest.raises(ArithmeticError):
-        wait_after(functools.partial(shielded, 2))
+    shielded(2)
+    threading.Event().wait(0.01)  # it would be raised here
     assert calls == [2, 2] and ignored == ["of a signal's handler"]

@@ -30,10 +30,14 @@ int raise_pending(void* pending) {
   return -1;
 }
 
-// Has the current exception raised later.
-void defer_exception() {
+std::unique_ptr<Raised> take_exception() {
   auto raised = std::make_unique<Raised>();
   PyErr_Fetch(&raised->type, &raised->value, &raised->traceback);
+  return raised;
+}
+
+// Has an exception raised later.
+void defer(std::unique_ptr<Raised> raised) {
   if (Py_AddPendingCall(&raise_pending, raised.get()) == 0) {
     raised.release();
     return;
@@ -76,15 +80,14 @@ struct PackedTensor {
 void call_shielded(const py::handle& function, const py::tuple& arguments) {
   const Depth inside;
   const py::error_scope former;  // an exception may be on its way
-  if (PyErr_CheckSignals() != 0) defer_exception();
-  for (const bool is_last : {false, true}) {
-    PyObject* const result = PyObject_CallObject(function.ptr(), arguments.ptr());
-    if (result != nullptr) {
-      Py_DECREF(result);
-      return;
-    }
-    is_last ? PyErr_WriteUnraisable(function.ptr()) : defer_exception();
-  }
+  if (PyErr_CheckSignals() != 0) defer(take_exception());
+  const auto call = [&] { return py::reinterpret_steal<py::object>(PyObject_CallObject(function.ptr(), arguments.ptr())); };
+  if (call()) return;
+  std::unique_ptr<Raised> first = take_exception();
+  const bool is_own = !call();
+  if (is_own) PyErr_WriteUnraisable(function.ptr());
+  if (!is_own || !PyErr_GivenExceptionMatches(first->type, PyExc_Exception)) return defer(std::move(first));
+  for (PyObject* each : {first->type, first->value, first->traceback}) Py_XDECREF(each);
 }
 
 void bind_shielded_calls(py::module_& module) {
