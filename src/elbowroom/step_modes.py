@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 from collections.abc import Generator, Iterator, Sequence
 
 from elbowroom.advice import complete
@@ -12,7 +11,7 @@ from elbowroom.agreed_plans import AgreedPlans
 from elbowroom.bytes_beside import BytesBeside, count_live
 from elbowroom.capture_schedule import CaptureSchedule
 from elbowroom.captured_steps import CapturedSteps
-from elbowroom.errors import Infeasible, MemoryRefused, Thrashing
+from elbowroom.errors import Infeasible, MemoryRefused, Thrashing, TierError
 from elbowroom.hooks.cpu_ledger import CpuLedger
 from elbowroom.hooks.cuda_ledger import CudaLedger
 from elbowroom.hooks.failed_backward import forget_failed_backward
@@ -29,6 +28,7 @@ from elbowroom.plan_cache_entry import OpBytes, PlanCacheEntry
 from elbowroom.residency.access_history import AccessHistory
 from elbowroom.running_step import RunningStep
 from elbowroom.runtime.between_steps import BetweenSteps
+from elbowroom.runtime.error_frames import clear_frames
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.sliced_ops import SlicedOps
 from elbowroom.runtime.state_pager import StatePager
@@ -125,9 +125,12 @@ class StepModes:
                     self._complete_error(error)
                     error.completion = None
                 # A notebook keeps the last traceback, whose frames would keep tensors alive.
-                traceback.clear_frames(error.__traceback__)
+                clear_frames(error)
                 if self._running is not None and (begun_as := self._running.expected) is not None:
                     self._cache.remove(begun_as)  # the next step is observed from its beginning
+                raise
+            except TierError as error:
+                clear_frames(error)
                 raise
             finally:
                 if self._running is not None:

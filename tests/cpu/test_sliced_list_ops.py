@@ -38,7 +38,7 @@ def run_in_slices(
             with room.step():
                 return run(model)
         finally:
-            assert any("_foreach_" in key[0] for key in room._modes.sliced_ops._sizes)
+            assert any("_foreach_" in key[0] for key in room._modes.sliced_ops._refusals)
 
 
 def average(model: nn.Module) -> None:

@@ -149,7 +149,7 @@ def test_a_step_that_only_slices_fit_is_not_refused(profile: HardwareProfile) ->
     job = make()
     batch_step = functools.partial(job.step, 0)
     with pytest.raises(Infeasible):
-        elbowroom.fit(job.model, job.optimizers, 1 << 20, profile=profile, min_offload_bytes=MIN_BYTES, step=batch_step)
+        elbowroom.fit(job.model, job.optimizers, 1 << 18, profile=profile, min_offload_bytes=MIN_BYTES, step=batch_step)
     with elbowroom.fit(job.model, job.optimizers, budget_bytes, profile=profile, min_offload_bytes=MIN_BYTES,
                        step=batch_step) as room:  # fmt: skip
         for index in range(STEPS):

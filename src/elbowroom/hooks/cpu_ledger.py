@@ -116,14 +116,16 @@ class CpuLedger:
 
     def _ask_for_memory(self, requested_bytes: int, make_room: MakeRoom) -> bool:
         held_bytes = self.live_bytes - requested_bytes
-        refusal = MemoryRefused(requested_bytes, held_bytes, self._budget_bytes, list_system_limits())
         with contextlib.suppress(Infeasible):  # the budget is not the reason: raise MemoryRefused instead
             is_made = make_room(requested_bytes, requested_bytes)
             if is_made and not self._was_refused:
                 self._was_refused = True
-                logger.warning("moving more than planned: %s", refusal)
+                logger.warning("moving more than planned: %s", self._describe_refusal(requested_bytes, held_bytes))
             return is_made
-        raise refusal
+        raise self._describe_refusal(requested_bytes, held_bytes)
+
+    def _describe_refusal(self, requested_bytes: int, held_bytes: int) -> MemoryRefused:
+        return MemoryRefused(requested_bytes, held_bytes, self._budget_bytes, list_system_limits())
 
     def trim(self) -> None:
         self._native.trim_pages(everywhere=True)

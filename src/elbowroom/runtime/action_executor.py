@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -20,6 +19,7 @@ from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wa
 from elbowroom.ir.events import StorageFreed, StorageRestored
 from elbowroom.ir.plan import Segment
 from elbowroom.residency.machine import State, count_reads
+from elbowroom.runtime.error_frames import clear_frames
 from elbowroom.runtime.event_log import FREED
 from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.replays import Recording, count_bytes, is_exposed, replay
@@ -309,7 +309,7 @@ class ActionExecutor:
                     continue
                 if not self._state.phase.has_budget:
                     raise
-                traceback.clear_frames(error.__traceback__)  # they hold tensors
+                clear_frames(error)
             if self._state.phase.follows_plan:
                 self._state.saved_tensors.leave(f"there is no room for {what}")
             self.perform(self._guard.evict(1, nbytes, what))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -147,7 +147,21 @@ class PagedStorages:
     def evict(self, records: Iterable[Any]) -> int:
         """Copy storages out where needed, and free their memory. Return the bytes freed."""
         self.sweep()
+        records = list(records)
+        copied_before = [each for each in records if not self._needs_copy(each)]
+        freed_bytes, errors = self._move_out(records)
+        if again := [each for each in copied_before if each in errors]:  # the cause may be over by now
+            more_bytes, others = self._move_out(again)
+            freed_bytes += more_bytes
+            errors = {each: why for each, why in errors.items() if each not in again} | others
+        for record, why in errors.items():
+            self._note_refusal(record, why)
+        return freed_bytes
+
+    def _move_out(self, records: Sequence[Any]) -> tuple[int, dict[Any, str]]:
+        """Copy storages out where needed, and free their memory. Return the bytes freed, and errors by record."""
         begun: list[Any] = []
+        errors: dict[Any, str] = {}
         freed_bytes = 0
         for record in records:
             storage = record.storage
@@ -158,18 +172,18 @@ class PagedStorages:
                     continue
                 begun.append(record)
             except TierError as error:
-                self._note_refusal(record, error)
+                errors[record] = str(error)
         for record in begun:
             try:
                 self._transfers.finish(self.copies[record])
             except TierError as error:
                 self._discard_copy(record)
-                self._note_refusal(record, error)
+                errors[record] = str(error)
                 continue
             if record.empty():
                 self._ledger.note_move(-record.nbytes)
                 freed_bytes += record.nbytes
-        return freed_bytes
+        return freed_bytes, errors
 
     def cancel_reloads(self) -> int:
         """Give up what is on its way back. Return the bytes freed."""
@@ -189,14 +203,17 @@ class PagedStorages:
         Raises:
             TierError: some of them could not be read back; the rest is there.
         """
-        errors: list[TierError] = []
+        first: TierError | None = None
         for record in self.table.list():
             try:
                 self._native.StateUse(record, False)
             except TierError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+                first = first or error
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # its frames include this one
 
     def require(self, nbytes: int, budget_bytes: int) -> None:
         """Have room made for so many bytes.
@@ -278,10 +295,10 @@ class PagedStorages:
         self.reloaded_bytes += record.nbytes
         return contents
 
-    def _note_refusal(self, record: Any, error: TierError) -> None:
+    def _note_refusal(self, record: Any, why: str) -> None:
         level = logging.DEBUG if self.refusal else logging.WARNING  # once a step
-        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, str(error))
-        self.refusal = str(error)
+        logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, why)
+        self.refusal = why
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

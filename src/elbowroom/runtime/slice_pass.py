@@ -104,14 +104,17 @@ def finish(sections: Sequence[Section]) -> None:
     Raises:
         TransferFailed: one of them failed; the others are over.
     """
-    errors = []
+    first: TransferFailed | None = None
     for section in sections:
         try:
             section.finish()
         except TransferFailed as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+            first = first or error
+    try:
+        if first is not None:
+            raise first
+    finally:
+        del first  # its frames include this one
 
 
 class _Pass:
@@ -184,7 +187,10 @@ class _Pass:
             return
         halves = self._halve(bounds) if self._may_halve else []
         if not halves:
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # its frames include this one
         for half in halves:
             self._compute_in_halves(half, page_out)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elbowroom.errors import NO_ROOM, DeviceFull, Infeasible, MemoryRefused, TierError
 from elbowroom.native import library
 from elbowroom.ops.replayable import iterate_tensors
+from elbowroom.runtime.error_frames import clear_frames
 from elbowroom.runtime.large_tensors import LargeTensors
 from elbowroom.runtime.observer import OpRecorder
 from elbowroom.runtime.slice_choice import Cut, SliceChooser, explain
@@ -127,14 +127,13 @@ class SlicedOps(TorchDispatchMode):
         """
         key = find_key(name, tensors)
         if refusal is None:
-            return key in self._sizes
+            return (sizes := self._sizes.get(key)) is not None and sizes.cut is not None
         if not isinstance(refusal, NO_ROOM) or name not in list_rules():
             return False
         if any(each.layout is not torch.strided for each in tensors):
             return False
         refusal.__context__ = refusal.__cause__ = None  # their frames hold tensors, as its own do
         self._refusals[key] = refusal.with_traceback(None)
-        self._sizes.setdefault(key, self._make_sizes())
         return True
 
     def __torch_dispatch__(
@@ -185,6 +184,7 @@ class SlicedOps(TorchDispatchMode):
         self._large.page_out(targets)  # so that an error leaves what they hold
         page_out = self._large.watch([*call.reads, *self._waiting.list_read()])
         refusal: Infeasible | MemoryRefused | None = None
+        found: list[torch.Tensor] | Infeasible | MemoryRefused | None = None
         while True:
             while (cut := self._choose(call, described, sizes, [sizes.slice_bytes])) is None and page_out():
                 pass  # a probe may have had no room
@@ -217,7 +217,10 @@ class SlicedOps(TorchDispatchMode):
         if isinstance(refusal, Infeasible):
             refusal.op = str(call.op)  # not the request in the middle of a slice
             refusal.add(f"{call.op} runs in slices, and the smallest that may be used have no room.")
-        raise refusal or explained
+        try:
+            raise refusal or explained
+        finally:
+            del refusal, explained, found  # the error's frames include this one
 
     def _make_sizes(self) -> SliceSizes:
         return SliceSizes(max(1, self._budget_bytes // SLICE))
@@ -291,7 +294,7 @@ class SlicedOps(TorchDispatchMode):
                     call, described, tried, self._budget_bytes, former=sizes.cut, excluded=sizes.excluded
                 )
             except torch.OutOfMemoryError as error:
-                traceback.clear_frames(error.__traceback__)  # they hold what was tried
+                clear_frames(error)
                 if not self._large.page_out(call.reads) and not self._make_room():
                     raise
 
@@ -357,7 +360,7 @@ class SlicedOps(TorchDispatchMode):
         finally:
             if results is not None:
                 results.drop(self._sections)
-        traceback.clear_frames(refusal.__traceback__)  # they hold the slice's tensors
+        clear_frames(refusal)
         if isinstance(refusal, NO_ROOM):
             return refusal.with_traceback(None)
         return self._describe_refusal(call)  # of a device's allocator, which does not say what is missing

@@ -46,6 +46,9 @@ class ThrashGuard:
             return
         error = Thrashing(self.replay_seconds, move_seconds, busy_seconds, self._budget_bytes)
         if lost > ENOUGH and not self._state.phase.has_ended:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its frames include this one
         self._has_warned = True
         logger.warning("%s", error)

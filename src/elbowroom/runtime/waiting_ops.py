@@ -7,7 +7,6 @@ next on the memory that it reads and writes has it run first, unless that joins 
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from elbowroom.errors import NO_ROOM, DeviceFull, TierError
 from elbowroom.hooks.exposed_memory import is_address_known, is_shared
 from elbowroom.ir.slicing import SlicePass, iterate_slices
 from elbowroom.native import library
+from elbowroom.runtime.error_frames import clear_frames
 from elbowroom.runtime.sections import Sections
 from elbowroom.runtime.slice_choice import Cut, SliceChooser
 from elbowroom.runtime.stretch import Reads, SlicedStretch, StretchOp
@@ -203,7 +203,7 @@ class WaitingOps:
         else:
             self.clear()
             return None
-        traceback.clear_frames(refusal.__traceback__)  # they hold the slice's tensors
+        clear_frames(refusal)
         self._apart.add(self._find_key())
         return refusal.with_traceback(None)
 
