@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.hooks.compiled_regions import hiding_from_guards, may_run_compiled, show_regions
+from elbowroom.hooks.dispatch_keys import pass_higher_order_ops
 from elbowroom.native import library
 
 
@@ -20,6 +21,7 @@ def dispatching_ops_to(watcher: TorchDispatchMode) -> Iterator[None]:
     call. A call of Inductor's code is one op, which `watcher.run_region` runs.
     """
     native = library.load()
+    pass_higher_order_ops()
     show_regions()
     with hiding_from_guards() if may_run_compiled() else contextlib.nullcontext():
         before = native.get_watchers()
