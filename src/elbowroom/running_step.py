@@ -72,7 +72,6 @@ class RunningStep:
         runner: as given, or made during the step.
         calls: shapes that the model was called with, and their counts, as far as calls are observed.
         is_usual: whether the model was called as in earlier steps of the expected kind, as far as calls are observed.
-        was_refused: whether a request for memory was refused.
         unwatched: why a plain step that grew got no runner; "" otherwise.
         seconds: wall time of the block.
     """
@@ -109,7 +108,7 @@ class RunningStep:
         self.runner = runner
         self.calls: Counter[Inputs] = Counter()
         self.is_usual = True
-        self.was_refused = False
+        self._was_refused = False
         self.unwatched = ""
         self.seconds = 0.0
 
@@ -146,6 +145,11 @@ class RunningStep:
         """Let go of what has captured the step, once the step has been recorded."""
         if self._capture is not None:
             self._capture.close()
+
+    @property
+    def was_refused(self) -> bool:
+        """True if the step was refused memory."""
+        return self._was_refused or (self.runner is not None and self.runner.state.was_refused)
 
     @property
     def may_hide_saves(self) -> bool:
@@ -222,7 +226,7 @@ class RunningStep:
         try:
             return self._find_room(requested_bytes, missing_bytes)
         except BaseException:
-            self.was_refused = True
+            self._was_refused = True
             raise
 
     def _find_room(self, requested_bytes: int, missing_bytes: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 
 from elbowroom.advice import complete
@@ -330,7 +331,8 @@ class StepModes:
         record = self._metering.record(mode, step.seconds, state, meter, why)
         if followed is not None:
             followed.activities = activities
-            self._cache.record_hit(followed, step.calls)
+            # A plain step that grew is unlike those that need no watching.
+            self._cache.record_hit(followed, step.calls if step.expected is None or step.is_usual else Counter())
         elif state is not None and self._beside.note_left(entries[0], state):
             pass  # it is of that kind
         else:

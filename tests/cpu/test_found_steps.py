@@ -409,3 +409,54 @@ def test_the_optimizer_inside_another_one_ends_steps(profile: HardwareProfile) -
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
         assert len(room.journal().steps) == 3
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_steps_that_grow_stay_watched(share: float, profile: HardwareProfile) -> None:
+    """With two micro-batches where one fitted, twice and more often: the budget lies between what these take."""
+
+    def train(budget_bytes: int, counts: list[int], **options: Any) -> tuple[list[float], list[int]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        job, losses = StateJob(model, [optimizer], lambda _: None), []
+        with fit(job, profile, budget_bytes, min_offload_bytes=256, **options) as room:
+            for count in counts:
+                for _ in range(count):
+                    loss = model(torch.randn(64, 32)).square().mean()
+                    loss.backward()
+                    losses.append(float(loss.detach()))
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses, [each.peak_bytes or 0 for each in room.journal().steps]
+
+    _, (one, two) = train(PLENTY, [1, 2], mode="dynamic")
+    counts = [1, 1, 1, 2, 2, 2, 2]
+    losses, _ = train(PLENTY, counts)
+    budget_bytes = int(one + share * (two - one))
+    found, peaks = train(budget_bytes, counts)
+    assert found == losses and max(peaks) <= budget_bytes
+
+
+def test_a_reload_that_is_refused_is_a_refusal(profile: HardwareProfile) -> None:
+    """The program catches it and goes on: the next call of the model begins another step."""
+    refused = []
+    for budget_bytes in range(289_500, 293_000, 500):
+        torch.manual_seed(0)
+        layers = (nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(2))
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.Adam(model.parameters())
+        job = StateJob(model, [optimizer], lambda _: None)
+        options = {"min_offload_bytes": 256, "manages": "activations", "mode": "dynamic"}
+        with fit(job, profile, budget_bytes, **options) as room:
+            for rows in (4, 4, 4, 4, 1):
+                try:
+                    model(torch.randn(rows, 12, 32)).square().mean().backward()
+                except Infeasible as error:
+                    assert room.was_refused
+                    refused.append(error.op)
+                    optimizer.zero_grad()
+                else:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert any("reload" in each for each in refused), refused

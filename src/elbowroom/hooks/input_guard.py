@@ -7,7 +7,9 @@ those before it; by then the program may be inside contexts of its own.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -135,12 +137,32 @@ def leave_uncompiled(function: Callable[..., Any]) -> None:
     frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-def replace_call(module: torch.nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """Have PyTorch call a function in place of a module's hooks and `forward`. Return a function that ends this.
+class _ReplacedCall:
+    """Is called in place of a module's hooks and `forward`. Copies and pickles of the module have None in its place.
 
-    PyTorch never copies or pickles `_compiled_call_impl` with a module.
+    Of most modules PyTorch copies no `_compiled_call_impl`, but it does for those with a `__getstate__` of their own
+    (LSTM), and for the replicas of `DataParallel`.
     """
-    leave_uncompiled(call)
+
+    def __init__(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
+        self._module = weakref.ref(module)
+        self._function = function
+        leave_uncompiled(function)
+        leave_uncompiled(_ReplacedCall.__call__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        called = sys._getframe(1).f_locals.get("self")
+        if isinstance(called, torch.nn.Module) and called is not self._module():
+            return called._call_impl(*args, **kwargs)  # it has the attributes of the module
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def replace_call(module: torch.nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
+    """Have PyTorch call a function in place of a module's hooks and `forward`. Return a function that ends this."""
+    call = _ReplacedCall(module, function)
     attributes = vars(module)
     name = "_compiled_call_impl"
     had, before = name in attributes, attributes.get(name)

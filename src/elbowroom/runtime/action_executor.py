@@ -323,7 +323,7 @@ class ActionExecutor:
         idle_rounds = 0
         while (missing_bytes := self._guard.count_missing(nbytes)) > 0:
             if idle_rounds > len(self._storages.by_id):
-                raise self._guard.explain(missing_bytes, nbytes, what)  # what should leave cannot
+                raise self._guard.refuse(missing_bytes, nbytes, what)  # what should leave cannot
             if self._guard.move_state(missing_bytes, spares_soon=True):
                 continue
             if self._state.phase.follows_plan:

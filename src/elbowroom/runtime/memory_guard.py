@@ -143,7 +143,7 @@ class MemoryGuard:
             if waits and not self._may_be_extension(what) and self._move_results(short_bytes):
                 break
             if self._pager is None or not waits or not others.wait():
-                raise self.explain(short_bytes, nbytes, what)
+                raise self.refuse(short_bytes, nbytes, what)
         return []
 
     def _may_be_extension(self, what: str) -> bool:
@@ -188,8 +188,9 @@ class MemoryGuard:
             freed_bytes += sections.page_out(storage, saved.copy)
         return freed_bytes
 
-    def explain(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
-        """Return the error for an allocation: a lower bound, since what comes after it is not known."""
+    def refuse(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
+        """Note that an allocation is refused. Return the error: a lower bound, as what comes after is not known."""
+        self._state.was_refused = True
         listed = self._list_residents() if may_look(self._thread) else []
         residents = [each for each in listed if each.device.type == self._device.type]
         storages = [storage for each in residents if (storage := get_any_storage(each)) is not None]
