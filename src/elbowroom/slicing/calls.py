@@ -8,6 +8,7 @@ partial, the tensors of all slices are kept instead, and `combine_slices` return
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -231,13 +232,28 @@ def describe_results(call: OpCall, device: torch.device | None = None) -> tuple[
     """
     if targets := find_targets(call):
         return tuple(_allocate(call.reads[index], "meta") for index in targets)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _faking():
         reads = [_allocate(each, device or each.device) for each in call.reads]
         statistics = {name: _allocate(call[name], device or call[name].device) for name in call.statistics}
         results = call.run(call.replace_reads(reads, statistics))
     find_dtypes = list_rules()[str(call.op)].dtypes
     dtypes = {} if find_dtypes is None else find_dtypes(call)
     return tuple(_allocate(results[position], "meta", dtypes.get(position)) for position in call.find_mask())
+
+
+@contextlib.contextmanager
+def _faking() -> Iterator[None]:
+    """Return a context of a `FakeTensorMode`, which does not stay on if a signal's exception comes as it is entered."""
+    key = torch._C._TorchDispatchModeKey.FAKE
+    before = torch._C._get_dispatch_mode(key)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        if torch._C._get_dispatch_mode(key) is not before:
+            torch._C._unset_dispatch_mode(key)
+            if before is not None:
+                torch._C._set_dispatch_mode(before)
 
 
 def _allocate(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
