@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elbowroom.errors import UsageError
 from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import stay_watched, undisturbed
 from elbowroom.hooks.model_calls import ModelCalls
+from elbowroom.hooks.optimizer_hooks import hook_all_steps
 from elbowroom.hooks.several_models import list_models
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class OptimizerSteps:
             for each in self._optimizers:
                 self._removals.append(each.register_step_pre_hook(self._begin_update).remove)
                 self._removals.append(each.register_step_post_hook(self._end_after).remove)
-            self._removals.append(register_optimizer_step_post_hook(self._end_after_other).remove)
+            self._removals.append(hook_all_steps(self._end_after_other))
             self._removals.append(listen(self))
             stay_watched()  # steps may begin and end in compiled functions
             undoing.pop_all()

@@ -16,6 +16,7 @@ import sys
 import textwrap
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -381,6 +382,55 @@ def train_with_inner_loops() -> Outcome:
     return finish(losses, net)
 
 
+def train_and_probe() -> Outcome:
+    """After each epoch the program trains another model by an optimizer of its own, and then goes on with the first."""
+    net = make_net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(2):
+        for batch in make_batches(3):
+            loss = net(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(show(loss))
+        probe = make_net(2)
+        probing = torch.optim.Adam(probe.parameters(), lr=1e-3)
+        for batch in make_batches(4):
+            loss = probe(net(batch).detach()).square().mean()
+            loss.backward()
+            probing.step()
+            probing.zero_grad()
+            losses.append(show(loss))
+    return finish(losses, net, probe)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Wraps an optimizer, whose parameters and state it shows."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.inner, self.defaults, self.state = inner, inner.defaults, inner.state
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def train_with_wrapper() -> Outcome:
+    """The program steps a wrapper that has not been made as optimizers are."""
+    net = make_net()
+    optimizer = Wrapper(torch.optim.Adam(net.parameters(), lr=1e-3))
+    losses = []
+    for batch in make_batches(6):
+        loss = net(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(show(loss))
+    return finish(losses, net)
+
+
 @dataclasses.dataclass(frozen=True)
 class Expected:
     """How a loop is expected to run: number of recorded steps in its last room, rooms, and their budget."""
@@ -421,6 +471,8 @@ LOOPS = (
     ),
     Expected(train_with_another_optimizer, rooms=2),
     Expected(train_with_inner_loops, budget=3 * BUDGET),
+    Expected(train_and_probe, rooms=4, steps=4),
+    Expected(train_with_wrapper, rooms=2),  # it is noticed at its second step
 )
 
 

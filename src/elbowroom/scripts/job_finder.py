@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elbowroom.hooks.attachment import is_marked
 from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import leave_package_uncompiled, undisturbed
 from elbowroom.hooks.input_guard import leave_uncompiled
+from elbowroom.hooks.optimizer_hooks import hook_all_steps
 from elbowroom.hooks.storage_ids import PLAIN_TENSORS
 from elbowroom.optimizer_steps import is_in_backward, starts_training
 
@@ -72,7 +72,7 @@ class JobFinder:
         self._lock = threading.Lock()
         self._stop_listening: Callable[[], None] = lambda: None
         self._has_bare_job = False  # without an optimizer
-        self._handle: Any = None
+        self._stop_looking: Callable[[], None] = lambda: None
 
     def open(self) -> None:
         """Begin to watch."""
@@ -99,14 +99,14 @@ class JobFinder:
                 self._look_after_backward()
 
         torch.Tensor.backward = watched_backward  # type: ignore
-        self._handle = register_optimizer_step_post_hook(self._look_after)
+        self._stop_looking = hook_all_steps(self._look_after)
 
     def close(self) -> None:
         """Watch no more."""
         self._stop_search()
         Optimizer.__init__ = self._init  # type: ignore[method-assign]
         torch.Tensor.backward = self._backward  # type: ignore[method-assign]
-        self._handle.remove()
+        self._stop_looking()
 
     @undisturbed
     def _note(self, optimizer: Optimizer) -> None:
