@@ -225,16 +225,21 @@ class Room:
         if (learned := from_state(state)) is not None and self.config.mode != "dynamic":
             self._cache.adopt_learned(learned, self._job.count_parameters())
 
-    def count_also(self, tensors: Iterable[torch.Tensor]) -> None:
+    def count_also(self, tensors: Iterable[torch.Tensor], former: Room | None = None) -> None:
         """Count tensors from before `fit` toward the budget that are neither the model's nor the optimizers'.
 
         On CUDA they are counted anyway.
+
+        Args:
+            former: a detached room. What it has counted, or would have since, and is still there counts as well.
 
         Raises:
             UsageError: the room is detached.
         """
         _require_attached(self)
         self._ledger.adopt(tensors)
+        if former is not None:
+            self._ledger.inherit(former._ledger)
 
     def move_state_out(self) -> int:
         """Move parameters, gradients, buffers and optimizer state out of memory until the next step, as far as they can

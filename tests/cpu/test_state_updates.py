@@ -291,3 +291,36 @@ def test_wrappers_of_learning_rate_schedulers_leave_updates_in_groups() -> None:
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
     assert not find_groupable([optimizer])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_run_in_slices_beside_what_the_program_holds(name: str, profile: HardwareProfile) -> None:
+    """A parameter and its gradient have no room together, though they take less than half of the budget."""
+    kept_bytes, side = 1 << 20, 256
+
+    def make() -> StateJob:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, side), torch.nn.Linear(side, side), torch.nn.Linear(side, 8))
+        optimizer = OPTIMIZERS[name](model.parameters())
+
+        def step(index: int) -> torch.Tensor:
+            loss = model(torch.linspace(-1, 1, 64).reshape(8, 8) * (index + 1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return StateJob(model, [optimizer], step)
+
+    plain, job = make(), make()
+    losses = [plain.step(index) for index in range(4)]
+    budget_bytes = kept_bytes + 4 * side * side * 3 // 2
+    with fit(job, profile, budget_bytes) as room:
+        kept = torch.ones(kept_bytes, dtype=torch.uint8)
+        for index in range(4):
+            with room.step():
+                assert torch.equal(job.step(index), losses[index])
+        assert max(each.peak_bytes or 0 for each in room.journal().steps) <= budget_bytes
+        assert room.metrics()["sliced_ops"] > 0
+        del kept
+    assert_same(list_tensors(job), list_tensors(plain))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -47,6 +48,9 @@ class CudaLedger:
         self.moved_bytes = 0
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        pass
+
+    def inherit(self, former: Any) -> None:
         pass
 
     def adopt_input(self, storage: torch.UntypedStorage) -> object:

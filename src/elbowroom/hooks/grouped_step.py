@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooked
 from torch.utils import _contextlib
 
+from elbowroom.errors import NO_ROOM
 from elbowroom.hooks.compiled_regions import is_in_compiled_call
 from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
 from elbowroom.native import library
@@ -180,13 +181,20 @@ class GroupedStep:
         used = self._list_used(slices)
         if not self._may_hold(library.load().count_storage_bytes(used)):
             used = []
-        begin_update(used)  # as an op, so that plans bring it back, and keep it
-        held = self._hold(used)
+        try:
+            held = self._begin_update(used)
+        except NO_ROOM:  # beside what the program holds: the update's ops run in slices, or are refused
+            used = []
+            held = self._begin_update(used)
         try:
             yield
         finally:
             del held
         end_update(used)
+
+    def _begin_update(self, used: Sequence[torch.Tensor]) -> object:
+        begin_update(used)  # as an op, so that plans bring it back, and keep it
+        return self._hold(used)
 
     def _list_used(self, slices: Slices) -> list[torch.Tensor]:
         """List some parameters, their gradients and their state, as far as these are on the parameters' device."""

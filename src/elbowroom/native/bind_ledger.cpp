@@ -115,6 +115,9 @@ void bind_ledger(py::module_& module) {
           "Count bytes of storages that are there, but unknown, until a backward pass reads them. Replaces the last number.")
       .def_property_readonly("expected_bytes", &Scope::expected_bytes)
       .def("drop_inputs", &Scope::drop_inputs, "Stop counting adopted inputs.")
+      .def(
+          "inherit", [](Scope& scope, Scope& former) { Ledger::get().inherit(scope, former); }, py::arg("former"),
+          "Count what a closed scope has counted, or would have since, and what is still there.")
       .def("close", [](Scope& scope) { Ledger::get().close_scope(scope); }, "Close the scope and remove its limit.");
   module.def(
       "make_scope", [] { return &Ledger::get().make_scope(); }, py::return_value_policy::reference,

@@ -65,6 +65,15 @@ class BlockTable {
     shard.blocks.at(address).scope = scope;
   }
 
+  // Calls a function with each block.
+  template <typename Visit>
+  void visit(const Visit& visit) {
+    for (Shard& shard : shards_) {
+      const std::lock_guard<std::mutex> guard(shard.mutex);
+      for (auto& [address, block] : shard.blocks) visit(block);
+    }
+  }
+
   // Around a fork: the child must not inherit a lock that another thread holds.
   void lock_all() {
     for (Shard& shard : shards_) shard.mutex.lock();

@@ -244,6 +244,21 @@ bool Ledger::adopt(const c10::Storage& storage, Scope& scope, bool is_input) {
   return true;
 }
 
+void Ledger::inherit(Scope& scope, Scope& former) {
+  int64_t moved_bytes = 0, found_bytes = 0;
+  blocks_.visit([&](Block& block) {
+    if (block.scope == &former) {
+      block.scope = &scope;
+      moved_bytes += block.nbytes;
+    } else if (block.scope == nullptr && former.epoch() <= block.epoch && block.epoch < scope.epoch()) {
+      block.epoch = scope.epoch();
+      found_bytes += block.nbytes;
+    }
+  });
+  former.remove(moved_bytes);
+  scope.add_adopted(moved_bytes + found_bytes);
+}
+
 // Frees a storage's memory by `release`, which subtracts its bytes from the scope.
 void Ledger::take_over(c10::StorageImpl& storage, Scope& scope) {
   c10::DataPtr& memory = storage._mutable_data_ptr_no_checks();

@@ -47,6 +47,8 @@ class Ledger final : public c10::Allocator {
   // Returns the storage that maps the file in which a storage lies: itself, or that which it is a slice of, as `sliced` is
   // one of another storage. Null if there is none, or if the file receives what is written.
   static const c10::StorageImpl* find_mapping(c10::StorageImpl& storage, c10::StorageImpl& sliced);
+  // Counts what a closed scope has counted, or would have since, and what is still there.
+  void inherit(Scope& scope, Scope& former);
   // Has room made for a storage that is about to be adopted.
   void make_room_for(const c10::Storage& storage, Scope& scope);
 

@@ -60,6 +60,7 @@ class ManagedProgram:
         self._view = view
         self._profile = profile
         self._room: Room | None = None
+        self._former: Room | None = None  # detached; what it counted is still part of the budget
         self._models: list[torch.nn.Module] = []
         self._whole_steps = 0  # of the latest job
         self._has_inner_loops = False
@@ -101,7 +102,8 @@ class ManagedProgram:
         model = find_wrapper(job.model)  # whose buckets count
         self._models = [model, *(list_other_models(job.model) if is_alone else ())]
         room = open_room(self._models, job.optimizers, self._memory_budget, profile=self._profile, **self._options)
-        room.count_also(list_other_tensors(job.model))
+        room.count_also(list_other_tensors(job.model), self._former)
+        self._former = None
         self._profile = room.profile
         self._room = room
         self._whole_steps, self._has_inner_loops = 0, False
@@ -153,7 +155,7 @@ class ManagedProgram:
             self._has_inner_loops = True
             return False
         self._stop(None)
-        self._room = None  # it holds the former model
+        self._former, self._room = self._room, None
         self._models = []
         return True
 
