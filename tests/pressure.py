@@ -39,11 +39,11 @@ def ask_at_every_request(
         with runner._lock:
             if runner.state.phase.has_budget:
                 make_room(runner, requested_bytes)
-                runner._guard._ledger.set_limit(0)  # a runner that learns that room is short has set another one
+                runner._guard.ledger.set_limit(0)  # a runner that learns that room is short has set another one
         return False
 
     def begin(runner: StepRunner) -> None:
-        runner._guard._ledger.set_limit(0)
+        runner._guard.ledger.set_limit(0)
         if make_room is let_results_go:
             runner._guard._pager._activate()
             runner.state.watcher.note_results(1)

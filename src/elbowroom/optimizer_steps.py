@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from elbowroom.errors import UsageError
+from elbowroom.hooks.calls_before import CallsBefore
 from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import stay_watched, undisturbed
 from elbowroom.hooks.model_calls import ModelCalls
@@ -87,6 +88,7 @@ class OptimizerSteps:
         model: as given to `elbowroom.fit`.
         optimizers: as given to `elbowroom.fit`, without the wrappers of frameworks.
         after_step: called after each step.
+        others: other modules that the steps use.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class OptimizerSteps:
         optimizers: Sequence[Optimizer],
         *,
         after_step: Callable[[], None] | None = None,
+        others: Iterable[torch.nn.Module] = (),
     ) -> None:
         self._steps = steps
         self._optimizers = tuple(optimizers)
@@ -112,11 +115,12 @@ class OptimizerSteps:
         self._is_closed = False
         self._missed: set[int] = set()
         self._models = list_models(model)
+        self._before = CallsBefore(self._models, others, self._optimizers)
         self._calls: ModelCalls | None = None
         self._removals: list[Callable[[], None]] = []
         with contextlib.ExitStack() as undoing:
             undoing.callback(self.close)
-            self._calls = ModelCalls(model, self)
+            self._calls = ModelCalls(model, self, others)
             for each in self._optimizers:
                 self._removals.append(each.register_step_pre_hook(self._begin_update).remove)
                 self._removals.append(each.register_step_post_hook(self._end_after).remove)
@@ -238,7 +242,8 @@ class OptimizerSteps:
             return False
         if self._ends_at_next_call and self._thread is threading.current_thread():
             self.end()
-        if not starts_training(module):
+        may_begin = starts_training(module) and not self._before.is_other(module)
+        if not may_begin and (self._is_running or is_captured() or not self._before.begins_step(module)):
             return False
         if self._ends_at_next_call:
             self.end()
@@ -250,6 +255,7 @@ class OptimizerSteps:
             self._calls.keep(module)
         self._missed.clear()
         self.begin()
+        self._before.note_step()
         return True
 
     def _begin_update(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -87,9 +87,7 @@ class Room:
             self._metering = Metering(device, self._transfers, self._ledger)
             self._pager = make_pager(job, self._transfers, self._ledger)
             shared = shared and shared.attach(config, self._ledger, self._pager)
-            sliced_ops = SlicedOps(
-                self._pager, self._ledger.make_room, config.exact, config.spill_folder, self._metering.sliced
-            )
+            sliced_ops = SlicedOps(self._pager, self._ledger, config.exact, config.spill_folder, self._metering.sliced)
             agreed = None if ranks is None else AgreedPlans(ranks, self._cache, config)
             self._modes = StepModes(
                 job, self._cache, self._metering, self._transfers, self._ledger, self._pager, sliced_ops, agreed

@@ -108,7 +108,6 @@ class RunningStep:
         self.runner = runner
         self.calls: Counter[Inputs] = Counter()
         self.is_usual = True
-        self._was_refused = False
         self.unwatched = ""
         self.seconds = 0.0
 
@@ -118,6 +117,7 @@ class RunningStep:
         runner, capture = self.runner, self._capture
         with serving(self._job.device), self._attached as stack:
             stack.enter_context(self._ledger.counting(self._lease.device_bytes, self._make_room))
+            self._ledger.was_refused = False
             self._meter.start()
             stack.callback(self._meter.stop)
             self._limit_growth()
@@ -149,7 +149,7 @@ class RunningStep:
     @property
     def was_refused(self) -> bool:
         """True if the step was refused memory."""
-        return self._was_refused or (self.runner is not None and self.runner.state.was_refused)
+        return self._ledger.was_refused
 
     @property
     def may_hide_saves(self) -> bool:
@@ -226,7 +226,7 @@ class RunningStep:
         try:
             return self._find_room(requested_bytes, missing_bytes)
         except BaseException:
-            self._was_refused = True
+            self._ledger.was_refused = True
             raise
 
     def _find_room(self, requested_bytes: int, missing_bytes: int) -> bool:

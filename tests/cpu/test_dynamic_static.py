@@ -41,7 +41,7 @@ def find_least(name: str, profile: HardwareProfile) -> tuple[Outcome, int]:
 
     def note(runner: StepRunner, nbytes: int) -> None:
         let_everything_go(runner, nbytes)
-        needed[0] = max(needed[0], runner._guard._ledger.live_bytes + nbytes)
+        needed[0] = max(needed[0], runner._guard.ledger.live_bytes + nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
         ask_at_every_request(patch, note)

@@ -460,3 +460,49 @@ def test_a_reload_that_is_refused_is_a_refusal(profile: HardwareProfile) -> None
                     optimizer.step()
                     optimizer.zero_grad()
     assert any("reload" in each for each in refused), refused
+
+
+def test_a_step_begins_with_the_teacher_that_is_called_first(profile: HardwareProfile) -> None:
+    """From the second step on its forward pass is within the budget, but no evaluation begins a step."""
+    width, rows = 128, 64
+
+    def make(width: int) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 8))
+
+    def train(job: StateJob, teacher: nn.Module) -> list[float]:
+        losses = []
+        for index in range(5):
+            x = torch.linspace(-1, index + 1, rows * 8).reshape(rows, 8)
+            with torch.no_grad():
+                target = teacher(x)
+            loss = (job.model(x) - target).square().mean()
+            loss.backward()
+            update(job)
+            losses.append(float(loss.detach()))
+            del target, loss
+        return losses
+
+    def make_job() -> tuple[StateJob, nn.Module]:
+        torch.manual_seed(0)
+        student, teacher = make(16), make(width).eval().requires_grad_(False)
+        return StateJob(student, [torch.optim.AdamW(student.parameters())], lambda _: None), teacher
+
+    losses = train(*make_job())
+    job, teacher = make_job()
+    budget_bytes = sum(each.nbytes for each in teacher.parameters()) + rows * width * 4
+    models = [job.model, teacher]
+    options = {"min_offload_bytes": MIN_BYTES, "profile": profile, "mode": "dynamic"}
+    with elbowroom.fit(models, job.optimizers, budget_bytes, **options) as room:
+        inside: list[bool] = []
+        handle = teacher.register_forward_hook(lambda *_: inside.append(room._steps.is_inside))
+        assert train(job, teacher) == losses
+        handle.remove()
+        assert inside == [False, True, True, True, True]
+        assert len(room.journal().steps) == 5
+        assert max(each.peak_bytes or 0 for each in room.journal().steps) <= budget_bytes
+        with torch.inference_mode():
+            teacher(torch.ones(2, 8))
+        assert not room._steps.is_inside
+        with torch.no_grad():
+            teacher(torch.ones(2, 8))
+        assert room._steps.is_inside  # it may be the next step's

@@ -573,26 +573,24 @@ def test_a_frozen_teacher_leaves(script: Callable[[nn.Module], nn.Module], profi
 def test_what_a_former_job_has_left_counts(profile: HardwareProfile) -> None:
     """Copies of the weights that the program kept while it trained with another optimizer."""
     net = make_net()
+    parameters = list(net.parameters())
+    kept: list[dict[str, torch.Tensor]] = []
     with managing(profile) as program:
         for lr in (1e-3, 1e-4):
-            optimizer = torch.optim.Adam(net.parameters(), lr=lr)
+            optimizer = torch.optim.Adam(parameters, lr=lr)
             for batch in make_batches(3):
                 net(batch).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            first = program.room
-            assert first is not None
-            before = first._ledger.live_bytes
-            kept = [copy.deepcopy(net.state_dict()) for _ in range(4)] if lr == 1e-3 else kept
-            kept_bytes = sum(each.nbytes for one in kept for each in one.values())
-            if lr == 1e-3:
-                assert first._ledger.live_bytes == before + kept_bytes
-        assert program.rooms == 2
-        state_bytes = sum(each.nbytes for each in net.parameters()) * 3 + 4 * len(list(net.parameters()))
-        live_bytes = first._ledger.live_bytes + first._pager.count_away()
+            kept = kept or [copy.deepcopy(net.state_dict()) for _ in range(4)]
+        assert program.rooms == 2 and program.room is not None
+        kept_bytes = sum(each.nbytes for one in kept for each in one.values())
+        state_bytes = 3 * sum(each.nbytes for each in parameters) + 4 * len(parameters)  # with steps of Adam
+        room = program.room
+        live_bytes = room._ledger.live_bytes + room._pager.count_away()
         assert state_bytes + kept_bytes <= live_bytes <= state_bytes + kept_bytes + 2 * batch.nbytes
-        del kept
-        assert first._ledger.live_bytes + first._pager.count_away() == live_bytes - kept_bytes
+        kept.clear()
+        assert room._ledger.live_bytes + room._pager.count_away() == live_bytes - kept_bytes
 
 
 def test_a_former_model_is_no_part_of_the_next_job(profile: HardwareProfile) -> None:

@@ -29,16 +29,18 @@ class CpuLedger:
 
     Attributes:
         scope: the extension's scope, with `live_bytes` and `peak_bytes`.
+        was_refused: as for `Ledger`.
         moves: times (ns) and bytes of what was noted by `note_move`; None while nobody reads them.
     """
 
     def __init__(self) -> None:
         self.moves: list[tuple[int, int]] | None = None
+        self.was_refused = False
         self._native = library.load()
         self.scope: Any = self._native.make_scope()
         self._make_room: MakeRoom | None = None
         self._budget_bytes = NO_LIMIT
-        self._was_refused = False
+        self._has_warned = False
         self.scope.set_make_room(self._ask)
         count_new_storages()
 
@@ -122,8 +124,8 @@ class CpuLedger:
         held_bytes = self.live_bytes - requested_bytes
         with contextlib.suppress(Infeasible):  # the budget is not the reason: raise MemoryRefused instead
             is_made = make_room(requested_bytes, requested_bytes)
-            if is_made and not self._was_refused:
-                self._was_refused = True
+            if is_made and not self._has_warned:
+                self._has_warned = True
                 logger.warning("moving more than planned: %s", self._describe_refusal(requested_bytes, held_bytes))
             return is_made
         raise self._describe_refusal(requested_bytes, held_bytes)

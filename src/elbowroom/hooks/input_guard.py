@@ -34,6 +34,12 @@ class Inputs(NamedTuple):
 
 Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
+Inner = Callable[..., Any]
+"""What a module would have called."""
+
+Call = Callable[[torch.nn.Module, Inner, tuple[Any, ...], dict[str, Any]], Any]
+"""Is called in place of a module's hooks and `forward`."""
+
 
 def list_entries(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules that the program calls: the model, or its children if it has no `forward` (a ModuleDict)."""
@@ -118,9 +124,8 @@ def _attach(module: torch.nn.Module, look: Look) -> Callable[[], None]:
 
     With a hook, PyTorch would call modules by a function that Dynamo compiles even where it leaves the module alone.
     """
-    inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(module: torch.nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         look(module, args, kwargs)
         return inner(*args, **kwargs)
 
@@ -138,38 +143,43 @@ def leave_uncompiled(function: Callable[..., Any]) -> None:
 
 
 class _ReplacedCall:
-    """Is called in place of a module's hooks and `forward`. Copies and pickles of the module have None in its place.
+    """Is a module's `_compiled_call_impl`. Copies and pickles of the module have None in its place.
 
     Of most modules PyTorch copies no `_compiled_call_impl`, but it does for those with a `__getstate__` of their own
     (LSTM), and for the replicas of `DataParallel`.
     """
 
-    def __init__(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
+    def __init__(self, module: torch.nn.Module, call: Call, before: Inner | None) -> None:
         self._module = weakref.ref(module)
-        self._function = function
-        leave_uncompiled(function)
+        self._call = call
+        self._before = before
+        leave_uncompiled(call)
         leave_uncompiled(_ReplacedCall.__call__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
         called = sys._getframe(1).f_locals.get("self")
-        if isinstance(called, torch.nn.Module) and called is not self._module():
+        if isinstance(called, torch.nn.Module) and called is not module:
             return called._call_impl(*args, **kwargs)  # it has the attributes of the module
-        return self._function(*args, **kwargs)
+        return self._call(module, self._before or module._call_impl, args, kwargs)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
-def replace_call(module: torch.nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
-    """Have PyTorch call a function in place of a module's hooks and `forward`. Return a function that ends this."""
-    call = _ReplacedCall(module, function)
-    attributes = vars(module)
+def replace_call(module: torch.nn.Module, call: Call) -> Callable[[], None]:
+    """Have PyTorch call a function in place of a module's hooks and `forward`. Return a function that ends this.
+
+    Neither keeps the module alive.
+    """
     name = "_compiled_call_impl"
-    had, before = name in attributes, attributes.get(name)
-    attributes[name] = call
+    had, before = name in vars(module), vars(module).get(name)
+    vars(module)[name] = replaced = _ReplacedCall(module, call, before)
+    reference = weakref.ref(module)
 
     def restore() -> None:
-        if attributes.get(name) is not call:
+        attributes = {} if (module := reference()) is None else vars(module)
+        if attributes.get(name) is not replaced:
             return
         if had:
             attributes[name] = before

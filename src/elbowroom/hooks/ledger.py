@@ -17,7 +17,13 @@ pass, or raises."""
 
 
 class Ledger(Protocol):
-    """Counts the bytes of one room."""
+    """Counts the bytes of one room.
+
+    Attributes:
+        was_refused: whether the running or last step was refused memory, so that the program got an error.
+    """
+
+    was_refused: bool
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were there before, without making room. Each storage is counted once."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
-from elbowroom.hooks.input_guard import list_entries, replace_call
+from elbowroom.hooks.input_guard import Inner, list_entries, replace_call
 
 
 class CallListener(Protocol):
@@ -28,11 +29,13 @@ class ModelCalls:
     Args:
         model: whose calls are observed.
         listener: is told.
+        others: modules whose calls are observed as well. They are not kept alive.
     """
 
-    def __init__(self, model: torch.nn.Module, listener: CallListener) -> None:
+    def __init__(self, model: torch.nn.Module, listener: CallListener, others: Iterable[torch.nn.Module] = ()) -> None:
         self._model = model
         self._listener = listener
+        self._others = [weakref.ref(entry) for each in others for entry in list_entries(each)]
         self._called = list_entries(model)
         self._keeps_all = False
         self._removals: list[Callable[[], None]] = []
@@ -45,7 +48,7 @@ class ModelCalls:
 
     def keep(self, called: torch.nn.Module) -> None:
         """Observe no calls of parts any more but of this one, which the program calls itself."""
-        if not self._keeps_all and len(self._removals) > len(self._called):
+        if not self._keeps_all and len(self._removals) > len(self._called) + len(self._others):
             self._called.append(called)
             self._observe(self._called)
 
@@ -56,15 +59,15 @@ class ModelCalls:
 
     def _observe(self, modules: Iterable[torch.nn.Module]) -> None:
         self.close()
-        once = {id(each): each for each in modules}
+        others = [each for ref in self._others if (each := ref()) is not None]
+        once = {id(each): each for each in (*modules, *others)}
         self._removals = [_observe(each, self._listener) for each in once.values()]
 
 
 def _observe(module: torch.nn.Module, listener: CallListener) -> Callable[[], None]:
     """Tell of the calls of one module. Return a function that ends this."""
-    inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(module: torch.nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if listener.before_call(module):  # not `module(...)`: its class may have a `__call__` of its own
                 return (module._compiled_call_impl or module._call_impl)(*args, **kwargs)

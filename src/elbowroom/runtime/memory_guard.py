@@ -36,6 +36,9 @@ class MemoryGuard:
     Args:
         spare_bytes: of the budget that the plan leaves free, beside what the program holds; negative if it has no room.
         is_plan_proven: whether a step has followed the plan to its end, within the budget.
+
+    Attributes:
+        ledger: counts bytes on the device, and limits them.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class MemoryGuard:
         self._list_residents = environment.list_residents
         self._complete_error = environment.complete_error
         self._thread = threading.get_ident()
-        self._ledger = ledger
+        self.ledger = ledger
         self._pager = environment.pager
         self._native = load_native()
         self._counter = ledger if ledger.scope is None else ledger.scope  # on a CPU without a call of Python
@@ -63,12 +66,12 @@ class MemoryGuard:
     def limit_requests(self) -> None:
         """Have the ledger ask for room, from now on, before a request that goes over the limit of the present phase."""
         phase = self._state.phase
-        self._ledger.set_limit(self.limit_bytes, follows_plan=self.is_left_to_plan)
+        self.ledger.set_limit(self.limit_bytes, follows_plan=self.is_left_to_plan)
         if self._pager is not None and phase.has_budget and not phase.follows_plan:
             self._state.watcher.note_results(self._state.storages.min_bytes)
             if phase is Phase.MANAGED:
                 self._pager.watch_results()
-        if self._ledger.scope is None and phase.has_budget:
+        if self.ledger.scope is None and phase.has_budget:
             moves_state = self._pager is not None and self._pager.is_active
             if not self.is_left_to_plan or moves_state:
                 self._state.watcher.limit_bytes = self._budget_bytes
@@ -80,15 +83,15 @@ class MemoryGuard:
 
     def lift_limit(self) -> None:
         """Have the allocator refuse nothing that the device has, until `restore_limit`."""
-        self._ledger.lift_limit()
+        self.ledger.lift_limit()
 
     def restore_limit(self) -> None:
         """Have the allocator limit requests again."""
-        self._ledger.restore_limit()
+        self.ledger.restore_limit()
 
     def raise_limit(self) -> bool:
         """Leave out of the limit what the allocator cannot use, after a refusal. Return whether there was any."""
-        return self._ledger.raise_limit()
+        return self.ledger.raise_limit()
 
     def count_missing(self, nbytes: int) -> int:
         """Return how many of `nbytes` do not fit beside the live bytes; 0 or less if there is room for all."""
@@ -115,11 +118,11 @@ class MemoryGuard:
     @contextlib.contextmanager
     def noting_moves(self) -> Iterator[None]:
         """Return a context in which saved tensors leave during an op, as its measured workspace must not tell."""
-        before = self._ledger.live_bytes
+        before = self.ledger.live_bytes
         try:
             yield
         finally:
-            self._ledger.note_move(self._ledger.live_bytes - before)
+            self.ledger.note_move(self.ledger.live_bytes - before)
 
     def evict(self, missing_bytes: int, nbytes: int, what: str, *, waits: bool = True) -> list[Action]:
         """Return actions that free some of the bytes that an allocation misses; none if there is room for some without.
@@ -190,7 +193,7 @@ class MemoryGuard:
 
     def refuse(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
         """Note that an allocation is refused. Return the error: a lower bound, as what comes after is not known."""
-        self._state.was_refused = True
+        self.ledger.was_refused = True
         listed = self._list_residents() if may_look(self._thread) else []
         residents = [each for each in listed if each.device.type == self._device.type]
         storages = [storage for each in residents if (storage := get_any_storage(each)) is not None]

@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.errors import NO_ROOM, DeviceFull, Infeasible, MemoryRefused, TierError
+from elbowroom.hooks.ledger import Ledger
 from elbowroom.native import library
 from elbowroom.ops.replayable import iterate_tensors
 from elbowroom.runtime.error_frames import clear_frames
@@ -56,8 +57,7 @@ class SlicedOps(TorchDispatchMode):
 
     Args:
         pager: moves storages, and parts of them.
-        make_room: frees memory after a device's allocator has refused a request, or raises `Infeasible`. Returns
-            whether to try again.
+        ledger: frees memory after a device's allocator has refused a request.
         is_exact: whether only cuts are allowed that give the bits of the whole op.
         folder: of temporary files for probes. None for the system's.
         figures: of the ops that run in slices.
@@ -70,14 +70,14 @@ class SlicedOps(TorchDispatchMode):
     def __init__(
         self,
         pager: StatePager,
-        make_room: Callable[[], bool],
+        ledger: Ledger,
         is_exact: bool,
         folder: str | None,
         figures: SliceFigures,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pager = pager
-        self._make_room = make_room
+        self._ledger = ledger
         self._sections = pager.sections
         self._large = LargeTensors(pager)
         self._is_exact = is_exact
@@ -162,6 +162,7 @@ class SlicedOps(TorchDispatchMode):
             if found is None:
                 self.run_waiting()
                 found = self._run_alone(call, described, key, restore)
+        self._ledger.was_refused = False
         count_writes(call)
         return call.assemble(found)
 
@@ -295,7 +296,7 @@ class SlicedOps(TorchDispatchMode):
                 )
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
-                if not self._large.page_out(call.reads) and not self._make_room():
+                if not self._large.page_out(call.reads) and not self._ledger.make_room():
                     raise
 
     def _explain(self, key: tuple[Any, ...], call: OpCall) -> Infeasible | MemoryRefused:

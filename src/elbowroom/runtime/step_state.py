@@ -35,7 +35,6 @@ class StepState:
         recomputed: number of segments replayed.
         left_for_room: whether the plan was left since something did not fit into the budget.
         missing_bytes: bytes that did not fit then; 0 if they were only guessed.
-        was_refused: whether it was refused room for something.
         drift: reason why the step matches no candidate; "" while it matches one.
         captured_bytes: if the step is unlike any candidate and its first save is one of these, it goes on as in
             CAPTURING, rather than under the online policy.
@@ -56,7 +55,6 @@ class StepState:
     recomputed: int = 0
     left_for_room: bool = False
     missing_bytes: int = 0
-    was_refused: bool = False
     drift: str = ""
     captured_bytes: Collection[int] = ()
     is_unlike_any: bool = False

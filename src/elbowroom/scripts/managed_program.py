@@ -110,7 +110,9 @@ class ManagedProgram:
         self.rooms += 1
         if self._journal_file is not None:
             self._journal_file.begin_room()
-        self._steps = OptimizerSteps(room, job.model, job.optimizers, after_step=self._note_step)
+        self._steps = OptimizerSteps(
+            room, job.model, job.optimizers, after_step=self._note_step, others=self._models[1:]
+        )
         if not job.optimizers:
             logger.warning(
                 "the program updates the parameters without an optimizer of torch.optim, so its first step was not "

@@ -1,0 +1,49 @@
+"""Knows which frozen models a loop calls before it calls the trained one, as distillation calls its teacher."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from elbowroom.hooks.input_guard import list_entries
+
+
+class CallsBefore:
+    """Calls of frozen models between steps. A step begins with one if the last step followed one of the same model.
+
+    Args:
+        models: of the job, the trained one first.
+        others: other modules that the steps may use. They are not kept alive.
+        optimizers: what these do not update is frozen.
+    """
+
+    def __init__(
+        self, models: Sequence[torch.nn.Module], others: Iterable[torch.nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        trained = {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
+        frozen = [each for each in models[1:] if trained and trained.isdisjoint(map(id, each.parameters()))]
+        self._others = [weakref.ref(entry) for each in others for entry in list_entries(each)]
+        self._frozen = [*(weakref.ref(entry) for each in frozen for entry in list_entries(each)), *self._others]
+        self._called: set[int] = set()
+        self._former: set[int] = set()
+
+    def is_other(self, module: torch.nn.Module) -> bool:
+        """Tell whether a module is none of the job's."""
+        return any(each() is module for each in self._others)
+
+    def begins_step(self, module: torch.nn.Module) -> bool:
+        """Note a call between steps. Return True if a step begins with it.
+
+        None begins inside of `torch.inference_mode`, whose end would undo what a step sets for its thread.
+        """
+        if not any(each() is module for each in self._frozen):
+            return False
+        self._called.add(id(module))
+        return id(module) in self._former and not torch.is_inference_mode_enabled()
+
+    def note_step(self) -> None:
+        """Note that a step has begun."""
+        self._former, self._called = self._called, set()
