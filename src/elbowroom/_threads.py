@@ -30,6 +30,8 @@ def start_thread(thread: threading.Thread) -> None:
         thread.start()
     except MemoryError as error:
         raise RuntimeError("can't start new thread: no memory") from error
+    except KeyError as error:  # the thread has begun, but the handler of a signal raised an exception
+        raise error.__context__ or error from None
 
 
 def can_start_threads() -> bool:

@@ -18,6 +18,7 @@ from elbowroom.hooks.compiled_regions import stay_watched, undisturbed
 from elbowroom.hooks.model_calls import ModelCalls
 from elbowroom.hooks.optimizer_hooks import hook_all_steps
 from elbowroom.hooks.several_models import list_models
+from elbowroom.runtime.ending_step import StepAborted
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +66,6 @@ class Steps(Protocol):
 
     def end_step(self, error: BaseException | None = None) -> None:
         """End the running step. `error`: the exception that aborted it, if any."""
-
-
-class StepAborted(BaseException):
-    """Aborts a step that its program has given up."""
 
 
 class OptimizerSteps:
@@ -160,13 +157,13 @@ class OptimizerSteps:
         with self._lock:
             self.require_own_thread()
             self._thread = threading.current_thread()
+        self._has_failed = self._is_updating = False
+        self._is_running = True  # before the step is open, as an interrupt may come right after
         try:
             self._steps.begin_step()
         except BaseException:
-            self._thread = None
+            self._is_running, self._thread = False, None
             raise
-        self._is_running = True
-        self._has_failed = self._is_updating = False
 
     @undisturbed
     def end(self, error: BaseException | None = None) -> None:
@@ -175,12 +172,16 @@ class OptimizerSteps:
             return
         if error is None:
             self.require_own_thread()
-        self._is_running = False
-        self._stepped.clear()
         self._ends_at_next_call = False
         try:
             self._steps.end_step(error)
+        except BaseException:
+            with contextlib.suppress(UsageError):  # unless an interrupt has left it open, none runs any more
+                self._steps.end_step(StepAborted())
+            raise
         finally:
+            self._is_running = False
+            self._stepped.clear()
             self._thread = None
         if self._after_step is not None and error is None:
             self._after_step()
@@ -222,7 +223,8 @@ class OptimizerSteps:
             self._calls.close()
             self._calls = None  # which refers to this object, and so keeps what it holds
         while self._removals:
-            self._removals.pop()()
+            self._removals[-1]()
+            self._removals.pop()  # last, so that an interrupted call can be repeated
 
     def before_compiled_call(self) -> None:
         """Begin a step if the compiled function may train the model, which it does not call."""

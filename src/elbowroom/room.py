@@ -140,12 +140,12 @@ class Room:
         self.begin_step()
         try:
             yield
-        except BaseException as error:
             if not self._detached and self._steps.is_inside:  # otherwise `detach` has ended it
+                self._steps.end_step()
+        except BaseException as error:  # of the program, or an interrupt as the step ends
+            if not self._detached and self._steps.is_inside:
                 self._steps.end_step(error)
             raise
-        if not self._detached and self._steps.is_inside:
-            self._steps.end_step()
 
     def begin_step(self) -> None:
         """Begin a training step where `with room.step():` does not fit, such as in the callbacks of a trainer.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from elbowroom.errors import Infeasible, UsageError
-from elbowroom.optimizer_steps import OptimizerSteps, StepAborted
+from elbowroom.optimizer_steps import OptimizerSteps
+from elbowroom.runtime.ending_step import StepAborted
 from elbowroom.shared_lease import LeaseHolder, SharedLease
 from elbowroom.step_modes import StepModes
 
@@ -21,11 +22,13 @@ LEASE = (
 )
 
 
-class _OpenStep(NamedTuple):
-    """A step that has begun, and the id of the thread that began it."""
+@dataclasses.dataclass
+class _OpenStep:
+    """A step that has begun, the id of the thread that began it, and whether its end has begun."""
 
     context: contextlib.AbstractContextManager[None]
     thread: int
+    is_ending: bool = False
 
 
 class StepBoundaries:
@@ -71,11 +74,11 @@ class StepBoundaries:
     def stop_finding(self) -> None:
         """End a step that was found, and find no more."""
         if (found := self._found) is not None:
-            self._found = None
             try:
                 found.end(StepAborted() if found.has_failed else None)
             finally:
                 found.close()
+                self._found = None
 
     def abort_found(self) -> None:
         """Abort a running step that was found, as no `with` of the program ends it."""
@@ -87,11 +90,13 @@ class StepBoundaries:
         if self.is_inside_own:
             self.end_step(StepAborted())
         if (found := self._found) is not None:
-            self._found = None
             found.close()
+            self._found = None  # last, so that an interrupted call can be repeated
 
     def begin_step(self) -> None:
         """Begin a step. Errors: as for `Room.begin_step`."""
+        if self.is_inside_own and self._step is not None and self._step.is_ending:
+            self.end_step(StepAborted())  # an interrupt came as it ended
         if self._step is not None:
             raise UsageError(
                 "a step begins inside a step of the same room: one `with room.step():`, or one begin_step() with its "
@@ -114,6 +119,7 @@ class StepBoundaries:
             raise UsageError("no step of this room has begun: call begin_step() first")
         if step.thread != threading.get_ident():
             raise UsageError("this step was begun in another thread, which has to end it")
+        step.is_ending = True
         try:
             if error is None:
                 step.context.__exit__(None, None, None)

@@ -12,6 +12,7 @@ import pathlib
 import signal
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,8 +26,19 @@ from elbowroom.hooks.dispatch_keys import Hidden
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
 from elbowroom.planner.searching.cores import run_all
+from elbowroom.room import Room
 from elbowroom.runtime.step_runner import StepRunner
 from elbowroom.tiers.disk import SpillFile
+from tests.state_jobs import (
+    LAYERS,
+    PARAMETER_BYTES,
+    StateJob,
+    adamw,
+    assert_same,
+    list_tensors,
+    make_batch,
+    make_model,
+)
 
 
 def wait_after(function: Callable[[], Any]) -> None:
@@ -158,3 +170,97 @@ def test_a_call_that_is_interrupted_is_made_again(monkeypatch: pytest.MonkeyPatc
     shielded(2)
     threading.Event().wait(0.01)  # it would be raised here
     assert calls == [2, 2] and ignored == ["of a signal's handler"]
+
+
+class Interrupter:
+    """Raises `Deadline` at one of the calls of Elbowroom's functions, as a signal's handler may."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: types.FrameType, event: str, _argument: object) -> None:
+        if event == "call" and "elbowroom" in frame.f_code.co_filename and frame.f_code.co_filename.find("tests") < 0:
+            self.left -= 1
+            if self.left == 0:
+                sys.setprofile(None)
+                raise Deadline
+
+
+def interrupt(number: int, function: Callable[[], Any]) -> bool:
+    """Call a function, and interrupt one of the calls inside of it. Return whether there were as many."""
+    interrupter = Interrupter(number)
+    sys.setprofile(interrupter)
+    try:
+        with contextlib.suppress(Deadline):
+            function()
+    finally:
+        sys.setprofile(None)
+    return interrupter.left <= 0
+
+
+def make_paged_job(profile: HardwareProfile, steps: int) -> tuple[StateJob, Room]:
+    """Return a job whose state has left in part, and its room."""
+    model = make_model(4)
+    job = StateJob(model, [adamw(model.parameters())], lambda _: None)
+    room = elbowroom.fit(
+        model, job.optimizers, 2 * PARAMETER_BYTES * 4 // LAYERS, profile=profile, min_offload_bytes=1 << 10
+    )
+    for index in range(steps):
+        train(job, index)
+    return job, room
+
+
+def train(job: StateJob, index: int) -> None:
+    job.model(make_batch(index)).square().mean().backward()
+    job.optimizers[0].step()
+    job.optimizers[0].zero_grad()
+
+
+NUMBERS = [*range(1, 30), *(int(30 * 1.25**power) for power in range(26))]
+
+
+def test_a_detach_that_is_interrupted_can_be_repeated(profile: HardwareProfile) -> None:
+    """At any call inside of it: all state comes back, and nothing stays attached."""
+    model = make_model(4)
+    plain = StateJob(model, [adamw(model.parameters())], lambda _: None)
+    for index in range(4):
+        train(plain, index)
+    for number in NUMBERS:
+        job, room = make_paged_job(profile, 3)
+        assert room._pager.count_away()
+        was_interrupted = interrupt(number, room.detach)
+        room.detach()
+        train(job, 3)
+        assert_same(list_tensors(plain), list_tensors(job))
+        assert not any("_compiled_call_impl" in vars(each) for each in job.model.modules()), number
+        if not was_interrupted:
+            break
+    else:
+        pytest.fail("there were more calls")
+
+
+def test_a_step_that_is_interrupted_is_followed_by_others(profile: HardwareProfile) -> None:
+    """At any call as it ends and the next begins."""
+    counts = 0
+    for number in NUMBERS:
+        job, room = make_paged_job(profile, 2)
+        before = [each.detach().clone() for each in job.model.parameters()]
+
+        def end_and_begin(job: StateJob = job) -> None:
+            job.optimizers[0].step()
+            job.model(make_batch(2))
+
+        job.model(make_batch(2)).square().mean().backward()
+        was_interrupted = interrupt(number, end_and_begin)
+        counts += was_interrupted
+        job.optimizers[0].zero_grad()
+        with torch.no_grad():
+            for each, former in zip(job.model.parameters(), before, strict=True):
+                each.copy_(former)
+        for index in range(2):
+            train(job, index)
+        room.detach()
+        list_tensors(job)  # all of it is there
+        if not was_interrupted:
+            break
+    assert counts > 40

@@ -55,7 +55,8 @@ class ModelCalls:
     def close(self) -> None:
         """Observe no calls any more."""
         while self._removals:
-            self._removals.pop()()
+            self._removals[-1]()
+            self._removals.pop()  # last, so that an interrupted call can be repeated
 
     def _observe(self, modules: Iterable[torch.nn.Module]) -> None:
         self.close()

@@ -72,6 +72,11 @@ class StepAccesses:
     end_seconds: float = 0.0
     is_foreseen: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        """True unless an interrupt came as an event was recorded."""
+        return len(self.seconds) == len(self.level_bytes) == len(self.demand_bytes) - 1
+
     def find_shape(self) -> tuple[int, ...]:
         """Return the bytes of all saves, by which steps are distinguished."""
         return tuple(use.nbytes for use in self.saves)
@@ -110,7 +115,7 @@ class AccessHistory:
     def begin(self) -> None:
         """Begin a step. The previous step is kept only if it had needs."""
         self._steps += 1
-        if self.present.needs:
+        if self.present.needs and self.present.is_whole:
             self.before = self.present
         self.present, self._uses = StepAccesses(), {}
 

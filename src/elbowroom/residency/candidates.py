@@ -36,7 +36,7 @@ class Candidates:
         if index is None:
             return
         last = self._storages.pop()
-        if last != storage:
+        if last != storage and index < len(self._storages):  # an interrupt may have come between two lines
             self._storages[index] = last
             self._index[last] = index
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.native import library
 from elbowroom.runtime.state_pager import StatePager
 
 
@@ -23,19 +24,21 @@ class BetweenSteps:
         self._pager = pager
         self._lock = threading.Lock()
         self._is_between = False
+        self._update_watching = library.load().update_watching
 
     def begin(self, budget_bytes: int) -> None:
         """Limit requests until the next step begins."""
         if self._pager.is_active:
             self._is_between = True
+            self._update_watching()  # the step's beginning may have been interrupted
             self._ledger.limit_between_steps(budget_bytes, self._make_room)
 
     def end(self) -> None:
         """Limit requests no more: a step begins, or the job ends."""
         with self._lock:
             if self._is_between:
-                self._is_between = False
                 self._ledger.limit_between_steps(None)
+                self._is_between = False  # last, so that an interrupted call can be repeated
 
     def _make_room(self, requested_bytes: int, missing_bytes: int) -> bool:
         """Have state leave for a request. Return False if it has to pass without.

@@ -234,7 +234,13 @@ class PagedStorages:
                     self._transfers.discard(copy)
 
     def clear(self) -> None:
-        """Forget all storages, which are in memory, and give up their copies."""
+        """Forget all storages, which are in memory, and give up their copies.
+
+        Raises:
+            InternalError: some are not.
+        """
+        if nbytes := self.table.count_away():
+            raise InternalError(f"{nbytes} bytes of model state are still away")
         self.table.clear()
         for copy in self.copies.values():
             self._transfers.discard(copy)

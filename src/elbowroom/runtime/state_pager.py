@@ -296,10 +296,10 @@ class StatePager:
         """Watch ops for their use of state, from now on."""
         if self.is_active:
             return
-        self.is_active = True
         show_moves(self)
         self._note_new()
         self._groups.begin()
+        self.is_active = True  # last, so that an interrupted call can be repeated
 
     def _deactivate(self) -> None:
         """Watch no more. All state is in memory."""
