@@ -28,8 +28,8 @@ LATE = (
 )
 
 OTHER = (
-    "the model is updated by an optimizer that elbowroom.fit was not given: its state stays in memory. Call detach(), "
-    "and fit with the optimizer that trains"
+    "the model is updated by an optimizer that elbowroom.fit was not given: its state stays in memory. It is a %s. "
+    "Call detach(), and pass it to fit; if another optimizer wraps it, pass both"
 )
 
 
@@ -111,8 +111,7 @@ class OptimizerSteps:
         self._is_updating = False
         self._is_closed = False
         self._missed: set[int] = set()
-        self._models = list_models(model)
-        self._before = CallsBefore(self._models, others, self._optimizers)
+        self._before = CallsBefore(list_models(model), others, self._optimizers)
         self._calls: ModelCalls | None = None
         self._removals: list[Callable[[], None]] = []
         with contextlib.ExitStack() as undoing:
@@ -228,7 +227,7 @@ class OptimizerSteps:
 
     def before_compiled_call(self) -> None:
         """Begin a step if the compiled function may train the model, which it does not call."""
-        if self._is_closed or not any(map(starts_training, self._models)):
+        if self._is_closed or not any(map(starts_training, self._before.models)):
             return
         if self._ends_at_next_call:
             self.end()
@@ -300,9 +299,9 @@ class OptimizerSteps:
             return
         if is_captured() or is_in_backward():
             return
-        own = {id(each) for model in self._models for each in model.parameters()}
+        own = {id(each) for model in self._before.models for each in model.parameters()}
         if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
-            logger.warning(OTHER)
+            logger.warning(OTHER, type(optimizer).__name__)
             self._removals.append(optimizer.register_step_post_hook(self._end_after).remove)
             self._optimizers = (*self._optimizers, optimizer)
             self.end()

@@ -236,8 +236,8 @@ class Room:
         """
         _require_attached(self)
         self._ledger.adopt(tensors)
-        if former is not None:
-            self._ledger.inherit(former._ledger)
+        if former is not None and (scope := former._ledger.scope) is not None and self._ledger.scope is not None:
+            self._ledger.scope.inherit(scope)
 
     def move_state_out(self) -> int:
         """Move parameters, gradients, buffers and optimizer state out of memory until the next step, as far as they can

@@ -18,11 +18,15 @@ class CallsBefore:
         models: of the job, the trained one first.
         others: other modules that the steps may use. They are not kept alive.
         optimizers: what these do not update is frozen.
+
+    Attributes:
+        models: as given.
     """
 
     def __init__(
         self, models: Sequence[torch.nn.Module], others: Iterable[torch.nn.Module], optimizers: Sequence[Optimizer]
     ) -> None:
+        self.models = models
         trained = {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
         frozen = [each for each in models[1:] if trained and trained.isdisjoint(map(id, each.parameters()))]
         self._others = [weakref.ref(entry) for each in others for entry in list_entries(each)]

@@ -52,10 +52,6 @@ class CpuLedger:
         for storage, is_mapped in find_loaded(on_cpu):
             self.scope.own_loaded(storage, is_mapped)
 
-    def inherit(self, former: Any) -> None:
-        if former.scope is not None:
-            self.scope.inherit(former.scope)
-
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
         return self.scope.adopt(storage, True)
 

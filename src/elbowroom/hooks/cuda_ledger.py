@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ class CudaLedger:
     def __init__(self, device: torch.device) -> None:
         keep_peaks()
         self._native = library.load()
-        self._device, self._name = device, str(device)
+        self._name = str(device)
         self._total_bytes = torch.cuda.get_device_properties(device).total_memory
         self._fraction: float | None = None  # of the program; None outside of steps, or if the allocator knows none
         self._set_fraction: float | None = None  # in force
@@ -50,9 +49,6 @@ class CudaLedger:
         self.was_refused = False
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        pass
-
-    def inherit(self, former: Any) -> None:
         pass
 
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
@@ -119,13 +115,13 @@ class CudaLedger:
 
     def _enforce(self, fraction: float | None) -> None:
         if fraction is not None and fraction != self._set_fraction:
-            torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+            torch.cuda.set_per_process_memory_fraction(fraction, torch.device(self._name))
             self._set_fraction = fraction
 
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
         try:
-            self._fraction = torch.cuda.get_per_process_memory_fraction(self._device)
+            self._fraction = torch.cuda.get_per_process_memory_fraction(torch.device(self._name))
         except RuntimeError:  # a pluggable allocator
             self._fraction = None
         self._set_fraction = self._fraction

@@ -102,6 +102,7 @@ class GroupedStep:
         find_group_bytes: returns the bytes of parameters to update together; None to update all at once.
         may_hold: tells whether so many bytes may be in memory at once.
         hold: keeps tensors in memory as long as the result lives.
+        may_tear: tells whether an update may begin though not all that it uses is in memory: the tier works.
     """
 
     def __init__(
@@ -110,10 +111,12 @@ class GroupedStep:
         find_group_bytes: Callable[[], int | None],
         may_hold: Callable[[int], bool],
         hold: Callable[[Sequence[torch.Tensor]], object],
+        may_tear: Callable[[], bool],
     ) -> None:
         self._optimizer = optimizer
         self._may_hold = may_hold
         self._hold = hold
+        self._may_tear = may_tear
         self._find_group_bytes = find_group_bytes
         self._before = vars(optimizer).get("step")  # of a learning-rate scheduler, for instance
         inner = optimizer.step
@@ -184,6 +187,8 @@ class GroupedStep:
         try:
             held = self._begin_update(used)
         except NO_ROOM:  # beside what the program holds: the update's ops run in slices, or are refused
+            if not self._may_tear():
+                raise
             used = []
             held = self._begin_update(used)
         try:

@@ -29,10 +29,6 @@ class Ledger(Protocol):
         """Count tensors that were there before, without making room. Each storage is counted once."""
         ...
 
-    def inherit(self, former: Any) -> None:
-        """Count what a closed ledger of this kind has counted, or would have since, and what is still there."""
-        ...
-
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
         """Count a storage that was there before until the step ends: a program may hold all its batches at once.
 

@@ -72,6 +72,10 @@ class Meter(Protocol):
         """Return the seconds of each op."""
         ...
 
+    def op_bytes(self) -> Sequence[int]:
+        """Return the live bytes when each op began, as if nothing had been moved."""
+        ...
+
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
         """Return the peak that each of the first ops allocated beyond the bytes of its results (`created_bytes`)."""
         ...
@@ -146,6 +150,12 @@ class CpuMeter:
     def op_seconds(self) -> tuple[float, ...]:
         return tuple(max(0.0, (end - begin) * 1e-9 - stall) for begin, end, stall in self._ops)
 
+    def op_bytes(self) -> Sequence[int]:
+        if not len(self._times):
+            return ()
+        firsts = np.searchsorted(self._times, [begin for begin, _, _ in self._ops], side="left")
+        return [int(self._live[max(0, first - 1)]) for first in firsts.tolist()]
+
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
         if not len(self._times):
             return (0,) * len(created_bytes)
@@ -187,6 +197,7 @@ class CudaMeter:
         self._ledger = ledger
         self._spans: list[tuple[Any, Any]] = []
         self._inner: list[int] = []
+        self._before: list[int] = []
 
     def adopt_input(self, storage: torch.UntypedStorage) -> object:
         pass  # the allocator counts everything
@@ -214,6 +225,7 @@ class CudaMeter:
             end.record()
         self._spans.append((begin, end))
         _, peak_bytes, _, _ = self._ledger.count_bytes()
+        self._before.append(before)
         self._inner.append(max(least_bytes, peak_bytes - before - self._ledger.moved_bytes))
 
     def stop(self) -> None:
@@ -223,6 +235,9 @@ class CudaMeter:
 
     def op_seconds(self) -> tuple[float, ...]:
         return tuple(begin.elapsed_time(end) * 1e-3 for begin, end in self._spans)
+
+    def op_bytes(self) -> Sequence[int]:
+        return self._before
 
     def workspace_bytes(self, created_bytes: Sequence[int]) -> tuple[int, ...]:
         # The allocator rounds each block up to 512 bytes, results included.

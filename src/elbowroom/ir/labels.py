@@ -7,6 +7,12 @@ from collections.abc import Sequence
 
 from elbowroom.ir.trace import PERSISTENT_ROLES, Role, Storage
 
+OUTSIDE = "outside of the step"
+"""Label of what exists throughout a step and belongs to none of its tensors."""
+
+HELD = "held from the last step"
+"""Label of what exists before a step and is freed in it."""
+
 _PLURALS = {
     Role.PARAMETER: "parameters",
     Role.GRADIENT: "gradients",
@@ -28,6 +34,8 @@ def name_kind(path: str) -> str:
 
 def name_group(storage: Storage) -> str:
     """Return the group of storages of the same role and origin: "parameters", "h.*.mlp (relu)"."""
+    if storage.label in (OUTSIDE, HELD):
+        return "other memory of the program"
     if (plural := _PLURALS.get(storage.role)) is not None:
         return plural
     op = shorten(storage.label)

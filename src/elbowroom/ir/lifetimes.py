@@ -79,19 +79,26 @@ class Lifetimes:
 
         Cost: linear in the trace.
         """
+        live = self.count_storages(costs.alignment_bytes)
+        for op, workspace_bytes in zip(self.trace.ops, costs.workspace_bytes, strict=True):
+            live[op.tick] += workspace_bytes
+        return live
+
+    def count_storages(self, alignment_bytes: int) -> list[int]:
+        """Return the bytes of the storages on the device during each entry if nothing leaves.
+
+        Cost: linear in the trace.
+        """
         change = [0] * (self.trace.end + 1)
         for storage in self.trace.storages:
-            nbytes = -(-storage.nbytes // costs.alignment_bytes) * costs.alignment_bytes
+            nbytes = -(-storage.nbytes // alignment_bytes) * alignment_bytes
             home = (storage.created, storage.released)
             spans = [home, *self._nodes.get(storage.id, ())]
             spans.extend(self.claims.get(storage.id, ()))
             for begin, end in _join(spans):
                 change[max(begin, 0)] += nbytes
                 change[end] -= nbytes
-        live = list(itertools.accumulate(change[:-1]))
-        for op, workspace_bytes in zip(self.trace.ops, costs.workspace_bytes, strict=True):
-            live[op.tick] += workspace_bytes
-        return live
+        return list(itertools.accumulate(change[:-1]))
 
     def op_at(self, tick: int) -> int | None:
         """Return the index in `Trace.ops` of the last op at or before a tick; None before the first."""

@@ -1,21 +1,27 @@
-"""Device memory that exists before a step, and belongs to none of its tensors: a storage of its own in the trace.
+"""Device memory that exists before a step, and belongs to none of its tensors: storages of their own in the trace.
 
-That is other memory of the program, and on CUDA the workspaces that cuBLAS keeps per thread.
+That is other memory of the program, and on CUDA the workspaces that cuBLAS keeps per thread. Some of it may be freed
+during the step: a loop holds the logits and the loss of one step until the next has computed its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
+from elbowroom.ir.labels import HELD, OUTSIDE
+from elbowroom.ir.lifetimes import Lifetimes
 from elbowroom.ir.trace import Role, Storage, Trace
 
-LABEL = "outside of the step"
+PARTS = 16
+"""What is freed during a step is told apart by when, in parts of at least this share of it."""
 
 
 def count_outside(trace: Trace) -> int:
     """Return the bytes of that storage; 0 if there is none."""
     last = trace.storages[-1] if trace.storages else None
-    return last.nbytes if last is not None and last.label == LABEL else 0
+    return last.nbytes if last is not None and last.label == OUTSIDE else 0
 
 
 def set_outside(trace: Trace, base_bytes: int) -> Trace:
@@ -25,12 +31,48 @@ def set_outside(trace: Trace, base_bytes: int) -> Trace:
         base_bytes: allocated when the step began.
     """
     storages = trace.storages[:-1] if count_outside(trace) else trace.storages
-    block = 512 if trace.device == "cuda" else 1  # bytes: granularity of the caching allocator
-    known_bytes = sum(-(-storage.nbytes // block) * block for storage in storages if storage.created < 0)
-    if base_bytes > known_bytes:
-        outside = Storage(
-            id=len(storages), nbytes=base_bytes - known_bytes, role=Role.BUFFER, created=-1, released=trace.end,
-            label=LABEL,
-        )  # fmt: skip
-        storages = (*storages, outside)
+    outside_bytes = base_bytes - _count_before(trace, storages)
+    if outside_bytes > 0:
+        storages = (*storages, _make_storage(len(storages), outside_bytes, trace.end, OUTSIDE))
     return dataclasses.replace(trace, storages=storages)
+
+
+def note_freed(trace: Trace, base_bytes: int, op_bytes: Sequence[int]) -> Trace:
+    """Return a trace, which has no such storage yet, with storages for those of these bytes that are freed in the step.
+
+    Args:
+        base_bytes: as for `set_outside`.
+        op_bytes: live bytes when each op began, as if nothing had been moved.
+    """
+    outside_bytes = base_bytes - _count_before(trace, trace.storages)
+    if outside_bytes <= 0 or len(op_bytes) != len(trace.ops) or not op_bytes:
+        return trace
+    block = _find_block(trace)
+    known = Lifetimes(trace).count_storages(block)
+    for storage in trace.storages:
+        if storage.created >= 0:
+            known[storage.created] -= -(-storage.nbytes // block) * block  # made by the op
+    unexplained = [live - known[op.tick] for op, live in zip(trace.ops, op_bytes, strict=True)]
+    most_left = list(itertools.accumulate(reversed(unexplained), max))[::-1]  # as memory grows for other reasons, too
+    storages, left_bytes = list(trace.storages), outside_bytes
+    for op, most in zip(trace.ops, most_left, strict=True):
+        freed_bytes = left_bytes - max(0, outside_bytes - (most_left[0] - most))
+        if freed_bytes > outside_bytes // PARTS:
+            storages.append(_make_storage(len(storages), freed_bytes, op.tick, HELD))
+            left_bytes -= freed_bytes
+    return dataclasses.replace(trace, storages=tuple(storages))
+
+
+def _find_block(trace: Trace) -> int:
+    """Return the granularity of the device's allocator, in bytes."""
+    return 512 if trace.device == "cuda" else 1
+
+
+def _count_before(trace: Trace, storages: Sequence[Storage]) -> int:
+    """Return the bytes of those storages that exist before the step."""
+    block = _find_block(trace)
+    return sum(-(-storage.nbytes // block) * block for storage in storages if storage.created < 0)
+
+
+def _make_storage(index: int, nbytes: int, released: int, label: str) -> Storage:
+    return Storage(id=index, nbytes=nbytes, role=Role.BUFFER, created=-1, released=released, label=label)

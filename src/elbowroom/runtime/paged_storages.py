@@ -239,7 +239,7 @@ class PagedStorages:
         Raises:
             InternalError: some are not.
         """
-        if nbytes := self.table.count_away():
+        if nbytes := sum(each.nbytes for each in self.copies if each.is_away and each.storage is not None):
             raise InternalError(f"{nbytes} bytes of model state are still away")
         self.table.clear()
         for copy in self.copies.values():

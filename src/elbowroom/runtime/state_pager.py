@@ -95,7 +95,12 @@ class StatePager:
         self._comes_first = False  # state leaves before activations, as there is more of it
         self._was_short = False
         own = weakref.ref(self)  # methods would make cycles that hold the job
-        self._groups = UpdateGroups(optimizers, functools.partial(_find_budget, own), functools.partial(_hold, own))
+        self._groups = UpdateGroups(
+            optimizers,
+            functools.partial(_find_budget, own),
+            functools.partial(_hold, own),
+            functools.partial(_works, own),
+        )
         self.storages = PagedStorages(transfers, ledger, functools.partial(_limit, own))
         self.sections = Sections(self.storages, transfers)
         self.is_active = False
@@ -338,6 +343,12 @@ def _find_budget(pager: weakref.ref[StatePager]) -> int | None:
 def _hold(pager: weakref.ref[StatePager], tensors: Sequence[torch.Tensor]) -> object:
     found = pager()
     return None if found is None else found._hold(tensors)
+
+
+def _works(pager: weakref.ref[StatePager]) -> bool:
+    """Tell whether the tier below has taken all that was to leave in this step."""
+    found = pager()
+    return found is not None and not found.storages.refusal
 
 
 def _limit(pager: weakref.ref[StatePager], nbytes: int) -> int | None:

@@ -29,6 +29,7 @@ class UpdateGroups:
         optimizers: of the job.
         find_budget: returns the budget in bytes; None to update all parameters at once.
         hold: keeps tensors in memory as long as the result lives.
+        may_tear: as for `GroupedStep`.
     """
 
     def __init__(
@@ -36,17 +37,19 @@ class UpdateGroups:
         optimizers: Sequence[Optimizer],
         find_budget: Callable[[], int | None],
         hold: Callable[[Sequence[torch.Tensor]], object],
+        may_tear: Callable[[], bool],
     ) -> None:
         self._optimizers = optimizers
         self._find_budget = find_budget
         self._hold = hold
+        self._may_tear = may_tear
         self._steps: list[GroupedStep] = []
 
     def begin(self) -> None:
         """Update in groups from now on."""
         if not self._steps:
             self._steps = [
-                GroupedStep(each, self._find_group_bytes, self._may_hold, self._hold)
+                GroupedStep(each, self._find_group_bytes, self._may_hold, self._hold, self._may_tear)
                 for each in find_groupable(self._optimizers)
             ]
 
@@ -67,7 +70,7 @@ class UpdateGroups:
 @contextlib.contextmanager
 def grouping(optimizers: Sequence[Optimizer], budget_bytes: int) -> Iterator[None]:
     """Return a context in which optimizers step as they do within a budget that state may have to leave."""
-    groups = UpdateGroups(optimizers, lambda: budget_bytes, lambda _: [])
+    groups = UpdateGroups(optimizers, lambda: budget_bytes, lambda _: [], lambda: True)
     groups.begin()
     try:
         yield

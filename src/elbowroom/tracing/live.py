@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from elbowroom.hooks.meter import Meter
 from elbowroom.ir.costs import Measurements
-from elbowroom.ir.outside import set_outside
+from elbowroom.ir.outside import note_freed, set_outside
 from elbowroom.ir.trace import Op, Trace
 from elbowroom.ir.updates import MARKS
 from elbowroom.tracing.gathered_weights import GatheredWeights
@@ -49,10 +49,11 @@ class LiveCapture:
         return not self._is_cold and count_state(self._optimizers) == self._state_before
 
     def finish(self) -> Trace:
-        """Return the trace. The meter may be stopped afterwards."""
+        """Return the trace. If the meter was stopped before, it knows what the program holds and frees in the step."""
         self._weights.close()
         trace = self.tracer.finish(list_residents(self._model, self._optimizers))
-        return set_outside(self._weights.write_into(trace), self._meter.base_bytes)
+        base_bytes = self._meter.base_bytes
+        return set_outside(note_freed(self._weights.write_into(trace), base_bytes, self._meter.op_bytes()), base_bytes)
 
     def close(self) -> None:
         """Record no more, and let go of the model. The trace is not asked for any more.

@@ -1,0 +1,60 @@
+"""Loops whose variables hold the last step's results until the next step has computed its own."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode
+from elbowroom.ir.labels import HELD
+from elbowroom.ir.trace import Trace
+from elbowroom.room import Room
+
+WORDS, WIDTH, ROWS = 1000, 32, 128
+STEPS = 8
+
+
+def run(profile: HardwareProfile, budget_bytes: int, mode: str = "auto") -> tuple[list[float], Room, Trace | None]:
+    """Train a language model whose logits and predictions are held. Return the losses, and the last plan's trace."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WORDS))
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    options = {"profile": profile, "min_offload_bytes": 1 << 12, "op_time_store": False, "always_watch": True}
+    with elbowroom.fit(model, optimizer, budget_bytes, mode=mode, **options) as room:
+        for _ in range(STEPS):
+            words = torch.randint(0, WORDS, (ROWS,))
+            logits = model(words)
+            loss = nn.functional.cross_entropy(logits, words.roll(1))
+            predictions = logits.detach().softmax(-1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert predictions.shape == logits.shape
+        trace = None if room.planned is None else room.planned.trace
+    return losses, room, trace
+
+
+@pytest.mark.usefixtures("plans_at_once")
+@pytest.mark.parametrize("share", [1.02, 0.9])
+def test_a_plan_knows_when_they_are_freed(
+    share: float, profile: HardwareProfile, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, room, _ = run(profile, 1 << 40, "dynamic")
+    budget_bytes = int(share * max(each.peak_bytes or 0 for each in room.journal().steps))
+    with caplog.at_level(logging.WARNING):
+        losses, room, trace = run(profile, budget_bytes)
+    assert losses == plain and "No plan fits" not in caplog.text
+    steps = room.journal().steps
+    assert max(each.peak_bytes or 0 for each in steps) <= budget_bytes
+    assert steps[-1].mode is Mode.PLANNED and (steps[-1].offloaded_bytes > 0) == (share < 1)
+    assert trace is not None
+    freed = [each for each in trace.storages if each.label == HELD]
+    assert sum(each.nbytes for each in freed) >= 0.95 * 2 * ROWS * WORDS * 4  # logits and predictions
+    assert all(0 < each.released < trace.end for each in freed)
