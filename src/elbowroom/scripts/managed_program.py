@@ -157,7 +157,8 @@ class ManagedProgram:
             self._has_inner_loops = True
             return False
         self._stop(None)
-        self._former, self._room = self._room, None
+        if self._room is not None:
+            self._former, self._room = self._room, None
         self._models = []
         return True
 
