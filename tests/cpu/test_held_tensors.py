@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
 import elbowroom
+from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.ir.labels import HELD
@@ -58,3 +60,24 @@ def test_a_plan_knows_when_they_are_freed(
     freed = [each for each in trace.storages if each.label == HELD]
     assert sum(each.nbytes for each in freed) >= 0.95 * 2 * ROWS * WORDS * 4  # logits and predictions
     assert all(0 < each.released < trace.end for each in freed)
+
+
+def test_a_generator_of_the_program_goes_on_after_an_error(profile: HardwareProfile) -> None:
+    """It catches the error of its step, and is suspended as the loop raises it again."""
+    model = nn.Sequential(nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, 1))
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def run_steps() -> Iterator[object]:
+        for rows in (1 << 14, 2):
+            try:
+                model(torch.ones(rows, WIDTH)).sum().backward()
+                yield "done"
+            except Infeasible as error:
+                yield error
+
+    with elbowroom.fit(model, optimizer, 1 << 20, profile=profile, mode="dynamic") as room:
+        steps = run_steps()
+        with pytest.raises(Infeasible), room.step():
+            raise next(steps)  # type: ignore[misc]
+        with room.step():
+            assert next(steps) == "done"

@@ -25,41 +25,50 @@ def count_outside(trace: Trace) -> int:
 
 
 def set_outside(trace: Trace, base_bytes: int) -> Trace:
-    """Return a trace with a storage for the bytes that its other storages do not explain; without one if they do.
+    """Return a trace with storages for the bytes that its other storages do not explain; without any if they do.
+
+    As large a share of them is freed during the step as before.
 
     Args:
         base_bytes: allocated when the step began.
     """
-    storages = trace.storages[:-1] if count_outside(trace) else trace.storages
-    outside_bytes = base_bytes - _count_before(trace, storages)
-    if outside_bytes > 0:
-        storages = (*storages, _make_storage(len(storages), outside_bytes, trace.end, OUTSIDE))
-    return dataclasses.replace(trace, storages=storages)
+    storages = [each for each in trace.storages if each.label not in (HELD, OUTSIDE)]
+    held = [each for each in trace.storages if each.label == HELD]
+    former_bytes = sum(each.nbytes for each in held) + count_outside(trace)
+    outside_bytes = left_bytes = max(0, base_bytes - _count_before(trace, storages))
+    for each in held:
+        nbytes = each.nbytes * outside_bytes // former_bytes
+        storages.append(_make_storage(len(storages), nbytes, each.released, HELD))
+        left_bytes -= nbytes
+    if left_bytes > 0:
+        storages.append(_make_storage(len(storages), left_bytes, trace.end, OUTSIDE))
+    return dataclasses.replace(trace, storages=tuple(storages))
 
 
-def note_freed(trace: Trace, base_bytes: int, op_bytes: Sequence[int]) -> Trace:
-    """Return a trace, which has no such storage yet, with storages for those of these bytes that are freed in the step.
+def note_freed(trace: Trace, op_bytes: Sequence[int]) -> Trace:
+    """Return a trace of `set_outside` with storages for those of these bytes that are freed during the step.
 
     Args:
-        base_bytes: as for `set_outside`.
         op_bytes: live bytes when each op began, as if nothing had been moved.
     """
-    outside_bytes = base_bytes - _count_before(trace, trace.storages)
-    if outside_bytes <= 0 or len(op_bytes) != len(trace.ops) or not op_bytes:
+    outside_bytes = left_bytes = count_outside(trace)
+    if not outside_bytes or len(op_bytes) != len(trace.ops) or not op_bytes:
         return trace
     block = _find_block(trace)
-    known = Lifetimes(trace).count_storages(block)
-    for storage in trace.storages:
+    storages = list(trace.storages[:-1])
+    known = Lifetimes(dataclasses.replace(trace, storages=tuple(storages))).count_storages(block)
+    for storage in storages:
         if storage.created >= 0:
             known[storage.created] -= -(-storage.nbytes // block) * block  # made by the op
     unexplained = [live - known[op.tick] for op, live in zip(trace.ops, op_bytes, strict=True)]
     most_left = list(itertools.accumulate(reversed(unexplained), max))[::-1]  # as memory grows for other reasons, too
-    storages, left_bytes = list(trace.storages), outside_bytes
     for op, most in zip(trace.ops, most_left, strict=True):
         freed_bytes = left_bytes - max(0, outside_bytes - (most_left[0] - most))
         if freed_bytes > outside_bytes // PARTS:
             storages.append(_make_storage(len(storages), freed_bytes, op.tick, HELD))
             left_bytes -= freed_bytes
+    if left_bytes > 0:
+        storages.append(_make_storage(len(storages), left_bytes, trace.end, OUTSIDE))
     return dataclasses.replace(trace, storages=tuple(storages))
 
 

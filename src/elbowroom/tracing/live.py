@@ -52,8 +52,7 @@ class LiveCapture:
         """Return the trace. If the meter was stopped before, it knows what the program holds and frees in the step."""
         self._weights.close()
         trace = self.tracer.finish(list_residents(self._model, self._optimizers))
-        base_bytes = self._meter.base_bytes
-        return set_outside(note_freed(self._weights.write_into(trace), base_bytes, self._meter.op_bytes()), base_bytes)
+        return note_freed(set_outside(self._weights.write_into(trace), self._meter.base_bytes), self._meter.op_bytes())
 
     def close(self) -> None:
         """Record no more, and let go of the model. The trace is not asked for any more.
