@@ -94,6 +94,10 @@ def is_uniform(optimizer: Optimizer) -> bool:
     return len({(type(each), each.device) for group in optimizer.param_groups for each in group["params"]}) == 1
 
 
+PARTLY_UPDATED = "an update had begun, so a parameter or its state may be partly updated: go on from a checkpoint"
+"""Note on an error."""
+
+
 class GroupedStep:
     """Replaces the `step` of one optimizer.
 
@@ -193,6 +197,10 @@ class GroupedStep:
             held = self._begin_update(used)
         try:
             yield
+        except NO_ROOM as error:
+            if not used:
+                error.add_note(PARTLY_UPDATED)
+            raise
         finally:
             del held
         end_update(used)
