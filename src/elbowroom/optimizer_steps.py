@@ -244,6 +244,10 @@ class OptimizerSteps:
         if self._ends_at_next_call and self._thread is threading.current_thread():
             self.end()
         may_begin = starts_training(module) and not self._before.is_other(module)
+        if self._before.is_open and self._is_running and self._before.is_trained(module):
+            self._before.is_open = False
+            if not may_begin and not is_captured():
+                self.end(StepAborted())  # an evaluation
         if not may_begin and (self._is_running or is_captured() or not self._before.begins_step(module)):
             return False
         if self._ends_at_next_call:
@@ -256,7 +260,7 @@ class OptimizerSteps:
             self._calls.keep(module)
         self._missed.clear()
         self.begin()
-        self._before.note_step()
+        self._before.note_step(is_open=not may_begin)
         return True
 
     def _begin_update(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -117,7 +117,7 @@ class RunningStep:
         runner, capture = self.runner, self._capture
         with serving(self._job.device), self._attached as stack:
             stack.enter_context(self._ledger.counting(self._lease.device_bytes, self._make_room))
-            self._ledger.was_refused = False
+            self._ledger.refusals = 0
             self._meter.start()
             stack.callback(self._meter.stop)
             self._limit_growth()
@@ -149,7 +149,7 @@ class RunningStep:
     @property
     def was_refused(self) -> bool:
         """True if the step was refused memory."""
-        return self._ledger.was_refused
+        return self._ledger.refusals > 0
 
     @property
     def may_hide_saves(self) -> bool:
@@ -223,10 +223,11 @@ class RunningStep:
         Raises:
             Infeasible: the request would exceed the budget, and nothing can leave.
         """
+        refusals = self._ledger.refusals
         try:
             return self._find_room(requested_bytes, missing_bytes)
         except BaseException:
-            self._ledger.was_refused = True
+            self._ledger.refusals = refusals + 1
             raise
 
     def _find_room(self, requested_bytes: int, missing_bytes: int) -> bool:

@@ -102,3 +102,20 @@ def test_copies(
     )
     for one, other in zip(plain, found, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_shallow_copy_is_fitted(profile: HardwareProfile) -> None:
+    """It was made while the original had a room, and has the attributes of the original."""
+
+    def train_copy(fit: Callable[..., Any]) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = TopLSTM(WIDTH, WIDTH, batch_first=True)
+        with fit(model, torch.optim.SGD(model.parameters(), lr=0.5)):
+            copied = shallow(model)
+        optimizer = torch.optim.SGD(copied.parameters(), lr=0.5)
+        with fit(copied, optimizer):
+            train(copied, optimizer, 3)
+        return copied(torch.ones(2, 5, WIDTH)).detach()
+
+    found = train_copy(lambda *job: elbowroom.fit(*job, PLENTY, profile=profile, op_time_store=False))
+    assert torch.equal(found, train_copy(lambda *_: contextlib.nullcontext()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import logging
 import threading
@@ -503,6 +504,15 @@ def test_a_step_begins_with_the_teacher_that_is_called_first(profile: HardwarePr
         with torch.inference_mode():
             teacher(torch.ones(2, 8))
         assert not room._steps.is_inside
+        with torch.no_grad(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(teacher, torch.ones(2, 8)).result()
+        job.model.eval()
         with torch.no_grad():
             teacher(torch.ones(2, 8))
-        assert room._steps.is_inside  # it may be the next step's
+        job.model.train()
+        assert not room._steps.is_inside
+        with torch.no_grad():
+            teacher(torch.ones(2, 8))
+            assert room._steps.is_inside  # it may be the next step's
+            job.model(torch.ones(2, 8))
+        assert not room._steps.is_inside

@@ -331,9 +331,13 @@ def test_a_refused_update_of_which_a_part_is_done_is_told(profile: HardwareProfi
     side = 512
     model = torch.nn.Sequential(torch.nn.Linear(8, side), torch.nn.Linear(side, side), torch.nn.Linear(side, 8))
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True, foreach=False)
-    job = StateJob(model, [optimizer], lambda _: None)
+
+    def step(_: int) -> None:
+        model(torch.ones(8, 8)).square().mean().backward()
+        optimizer.step()
+
+    job = StateJob(model, [optimizer], step)
     with fit(job, profile, 19 * 4 * side * side // 10, mode="dynamic") as room:  # noqa: SIM117
         with pytest.raises(Infeasible) as caught, room.step():
-            model(torch.ones(8, 8)).square().mean().backward()
-            optimizer.step()
+            job.step(0)
     assert any("partly updated: go on from a checkpoint" in each for each in caught.value.__notes__)

@@ -29,13 +29,13 @@ class CpuLedger:
 
     Attributes:
         scope: the extension's scope, with `live_bytes` and `peak_bytes`.
-        was_refused: as for `Ledger`.
+        refusals: as for `Ledger`.
         moves: times (ns) and bytes of what was noted by `note_move`; None while nobody reads them.
     """
 
     def __init__(self) -> None:
         self.moves: list[tuple[int, int]] | None = None
-        self.was_refused = False
+        self.refusals = 0
         self._native = library.load()
         self.scope: Any = self._native.make_scope()
         self._make_room: MakeRoom | None = None

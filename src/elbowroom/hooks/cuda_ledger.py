@@ -28,7 +28,7 @@ class CudaLedger:
     limit of the program stays in force.
 
     Attributes:
-        was_refused: as for `Ledger`.
+        refusals: as for `Ledger`.
         moved_bytes: bytes that have come back during ops, less those that have left.
     """
 
@@ -46,7 +46,7 @@ class CudaLedger:
         self._beyond_bytes = 0  # may be reserved beyond the limit
         self._is_lifted = False
         self.moved_bytes = 0
-        self.was_refused = False
+        self.refusals = 0
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         pass

@@ -163,6 +163,17 @@ class _ReplacedCall:
             return called._call_impl(*args, **kwargs)  # it has the attributes of the module
         return self._call(module, self._before or module._call_impl, args, kwargs)
 
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Tell whether this is a module's own."""
+        return self._module() is module
+
+    def drop(self, below: _ReplacedCall) -> bool:
+        """Drop one that this one calls. Return whether it does."""
+        if self._before is below:
+            self._before = below._before
+            return True
+        return isinstance(self._before, _ReplacedCall) and self._before.drop(below)
+
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
@@ -173,18 +184,21 @@ def replace_call(module: torch.nn.Module, call: Call) -> Callable[[], None]:
     Neither keeps the module alive.
     """
     name = "_compiled_call_impl"
-    had, before = name in vars(module), vars(module).get(name)
+    before = vars(module).get(name)
+    if isinstance(before, _ReplacedCall) and not before.is_of(module):
+        before = None  # a shallow copy has it
     vars(module)[name] = replaced = _ReplacedCall(module, call, before)
     reference = weakref.ref(module)
 
     def restore() -> None:
         attributes = {} if (module := reference()) is None else vars(module)
-        if attributes.get(name) is not replaced:
+        top = attributes.get(name)
+        if isinstance(top, _ReplacedCall) and top.drop(replaced):
             return
-        if had:
+        if top is replaced:
             attributes[name] = before
-        else:
-            del attributes[name]
+            if before is None:
+                del attributes[name]
 
     return restore
 

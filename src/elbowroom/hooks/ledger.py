@@ -20,10 +20,10 @@ class Ledger(Protocol):
     """Counts the bytes of one room.
 
     Attributes:
-        was_refused: whether the running or last step was refused memory, so that the program got an error.
+        refusals: how often the running or last step was refused memory, so that the program got an error.
     """
 
-    was_refused: bool
+    refusals: int
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were there before, without making room. Each storage is counted once."""

@@ -193,7 +193,7 @@ class MemoryGuard:
 
     def refuse(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
         """Note that an allocation is refused. Return the error: a lower bound, as what comes after is not known."""
-        self.ledger.was_refused = True
+        self.ledger.refusals += 1
         listed = self._list_residents() if may_look(self._thread) else []
         residents = [each for each in listed if each.device.type == self._device.type]
         storages = [storage for each in residents if (storage := get_any_storage(each)) is not None]

@@ -18,6 +18,9 @@ from elbowroom.slicing.op_call import OpCall, find_targets
 PageOut = Callable[[], bool]
 """Moves out large arguments. Returns whether more of them are away than before."""
 
+PARTLY_WRITTEN = "{op} had begun to write, so what it updates is partly written: go on from a checkpoint"
+"""Note on an error."""
+
 
 @dataclasses.dataclass(slots=True)
 class Results:

@@ -29,7 +29,7 @@ from elbowroom.runtime.large_tensors import LargeTensors
 from elbowroom.runtime.observer import OpRecorder
 from elbowroom.runtime.slice_choice import Cut, SliceChooser, explain
 from elbowroom.runtime.slice_figures import SliceFigures
-from elbowroom.runtime.slice_pass import Results, run_pass
+from elbowroom.runtime.slice_pass import PARTLY_WRITTEN, Results, run_pass
 from elbowroom.runtime.slice_sizes import SliceSizes, find_call_key, find_key
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.stretch import StretchOp
@@ -47,9 +47,6 @@ SLICE = 8
 """Tensors of one slice take at most this share of the budget, at first."""
 
 NEVER = 1 << 60
-
-PARTLY_WRITTEN = "{op} had begun to write, so what it updates is partly written: go on from a checkpoint"
-"""Note on an error."""
 
 
 class SlicedOps(TorchDispatchMode):
@@ -78,6 +75,7 @@ class SlicedOps(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._pager = pager
         self._ledger = ledger
+        self._was_refused = False  # the op that is about to run
         self._sections = pager.sections
         self._large = LargeTensors(pager)
         self._is_exact = is_exact
@@ -132,6 +130,7 @@ class SlicedOps(TorchDispatchMode):
             return False
         if any(each.layout is not torch.strided for each in tensors):
             return False
+        self._was_refused = True
         refusal.__context__ = refusal.__cause__ = None  # their frames hold tensors, as its own do
         self._refusals[key] = refusal.with_traceback(None)
         return True
@@ -149,6 +148,7 @@ class SlicedOps(TorchDispatchMode):
         return self._recorder.record_op(func, args, kwargs or {}, call, whole_bytes)
 
     def _run(self, call: OpCall) -> Any:
+        refusals, self._was_refused = self._ledger.refusals - self._was_refused, False
         key = find_call_key(call)
         if (view := list_rules()[str(call.op)].view) is not None:
             call = view(call)
@@ -162,7 +162,7 @@ class SlicedOps(TorchDispatchMode):
             if found is None:
                 self.run_waiting()
                 found = self._run_alone(call, described, key, restore)
-        self._ledger.was_refused = False
+        self._ledger.refusals = refusals  # the program gets no error
         count_writes(call)
         return call.assemble(found)
 
