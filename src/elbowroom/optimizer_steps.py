@@ -161,7 +161,8 @@ class OptimizerSteps:
         try:
             self._steps.begin_step()
         except BaseException:
-            self._is_running, self._thread = False, None
+            self._is_running = False
+            self._thread = None
             raise
 
     @undisturbed

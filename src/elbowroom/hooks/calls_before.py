@@ -62,5 +62,7 @@ class CallsBefore:
 
     def note_step(self, *, is_open: bool) -> None:
         """Note that a step has begun. `is_open`: with a call of a frozen model."""
-        self._former, self._called = self._called, set()
-        self._thread, self.is_open = threading.get_ident(), is_open
+        self._former = self._called
+        self._called = set()
+        self._thread = threading.get_ident()
+        self.is_open = is_open

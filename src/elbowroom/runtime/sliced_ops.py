@@ -148,7 +148,8 @@ class SlicedOps(TorchDispatchMode):
         return self._recorder.record_op(func, args, kwargs or {}, call, whole_bytes)
 
     def _run(self, call: OpCall) -> Any:
-        refusals, self._was_refused = self._ledger.refusals - self._was_refused, False
+        refusals = self._ledger.refusals - self._was_refused
+        self._was_refused = False
         key = find_call_key(call)
         if (view := list_rules()[str(call.op)].view) is not None:
             call = view(call)

@@ -158,7 +158,8 @@ class ManagedProgram:
             return False
         self._stop(None)
         if self._room is not None:
-            self._former, self._room = self._room, None
+            self._former = self._room
+            self._room = None
         self._models = []
         return True
 
