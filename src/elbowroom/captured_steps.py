@@ -95,7 +95,7 @@ class CapturedSteps:
             Infeasible: it cannot run within the budget.
         """
         self._schedule.captures += 1
-        trace = capture.finish()
+        trace = capture.finish(has_slices=self._sliced_ops.has_run)
         if self._agreed is not None and self._agreed.is_open:
             if self._agreed.is_due:
                 measurements = capture.measure(trace, record.seconds, record.stall_seconds)

@@ -16,6 +16,7 @@ from elbowroom.ir.journal import Mode
 from elbowroom.ir.labels import HELD
 from elbowroom.ir.trace import Trace
 from elbowroom.room import Room
+from elbowroom.tracing.live import LiveCapture
 
 WORDS, WIDTH, ROWS = 1000, 32, 128
 STEPS = 8
@@ -34,11 +35,12 @@ def run(profile: HardwareProfile, budget_bytes: int, mode: str = "auto") -> tupl
             logits = model(words)
             loss = nn.functional.cross_entropy(logits, words.roll(1))
             predictions = logits.detach().softmax(-1)
+            held = (logits, predictions)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-        assert predictions.shape == logits.shape
+        del held
         trace = None if room.planned is None else room.planned.trace
     return losses, room, trace
 
@@ -60,6 +62,27 @@ def test_a_plan_knows_when_they_are_freed(
     freed = [each for each in trace.storages if each.label == HELD]
     assert sum(each.nbytes for each in freed) >= 0.95 * 2 * ROWS * WORDS * 4  # logits and predictions
     assert all(0 < each.released < trace.end for each in freed)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.3])
+def test_live_bytes_tell_nothing_if_ops_ran_in_slices(
+    share: float, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results that are made in the tier below look like memory that was freed."""
+    _, room, _ = run(profile, 1 << 40, "dynamic")
+    peak_bytes = max(each.peak_bytes or 0 for each in room.journal().steps)
+    finish, traces = LiveCapture.finish, list[tuple[bool, Trace]]()
+
+    def keep(capture: LiveCapture, *, has_slices: bool = False) -> Trace:
+        traces.append((has_slices, finish(capture, has_slices=has_slices)))
+        return traces[-1][1]
+
+    monkeypatch.setattr(LiveCapture, "finish", keep)
+    _, room, _ = run(profile, int(share * peak_bytes))
+    assert (room.metrics().get("sliced_ops", 0) > 0) == (share < 0.5)
+    adopted = [trace for has_slices, trace in traces if has_slices == (share < 0.5)]
+    assert adopted
+    assert any(each.label == HELD for trace in adopted for each in trace.storages) == (share > 0.5)
 
 
 def test_a_generator_of_the_program_goes_on_after_an_error(profile: HardwareProfile) -> None:

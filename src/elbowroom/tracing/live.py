@@ -48,11 +48,17 @@ class LiveCapture:
         """True if later steps will be like this one: it created no optimizer state, and its op times are typical."""
         return not self._is_cold and count_state(self._optimizers) == self._state_before
 
-    def finish(self) -> Trace:
-        """Return the trace. If the meter was stopped before, it knows what the program holds and frees in the step."""
+    def finish(self, *, has_slices: bool = False) -> Trace:
+        """Return the trace. If the meter was stopped before, it knows what the program holds and frees in the step.
+
+        Args:
+            has_slices: whether ops ran in slices: their results may never have been in memory, so that the live bytes
+                do not tell what was freed.
+        """
         self._weights.close()
         trace = self.tracer.finish(list_residents(self._model, self._optimizers))
-        return note_freed(set_outside(self._weights.write_into(trace), self._meter.base_bytes), self._meter.op_bytes())
+        trace = set_outside(self._weights.write_into(trace), self._meter.base_bytes)
+        return trace if has_slices else note_freed(trace, self._meter.op_bytes())
 
     def close(self) -> None:
         """Record no more, and let go of the model. The trace is not asked for any more.
