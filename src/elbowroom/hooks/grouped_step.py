@@ -28,7 +28,7 @@ from elbowroom.errors import NO_ROOM
 from elbowroom.hooks.compiled_regions import is_in_compiled_call
 from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
 from elbowroom.native import library
-from elbowroom.ops.update_marks import begin_update, end_update
+from elbowroom.ops.update_marks import end_update
 
 PER_PARAMETER = frozenset(
     {f"torch.optim.{name}" for name in (
@@ -45,6 +45,9 @@ REPLACEABLE = frozenset(("step", "zero_grad"))
 
 Slices = list[list[torch.nn.Parameter]]
 """Parameters to update together, by param group."""
+
+Begin = Callable[[Sequence[torch.Tensor]], Sequence[object] | None]
+"""Begins an update of tensors, and keeps them in memory as long as the result lives."""
 
 
 def is_per_parameter(optimizer: Optimizer) -> bool:
@@ -105,8 +108,8 @@ class GroupedStep:
         optimizer: one that `is_per_parameter` and `has_own_step`.
         find_group_bytes: returns the bytes of parameters to update together; None to update all at once.
         may_hold: tells whether so many bytes may be in memory at once.
-        hold: keeps tensors in memory as long as the result lives.
-        may_tear: tells whether an update may begin though not all that it uses is in memory: the tier works.
+        begin: begins an update of tensors, which it keeps in memory as long as the result lives; returns None if there
+            is no room for all of them at once.
     """
 
     def __init__(
@@ -114,13 +117,11 @@ class GroupedStep:
         optimizer: Optimizer,
         find_group_bytes: Callable[[], int | None],
         may_hold: Callable[[int], bool],
-        hold: Callable[[Sequence[torch.Tensor]], object],
-        may_tear: Callable[[], bool],
+        begin: Begin,
     ) -> None:
         self._optimizer = optimizer
         self._may_hold = may_hold
-        self._hold = hold
-        self._may_tear = may_tear
+        self._begin = begin
         self._find_group_bytes = find_group_bytes
         self._before = vars(optimizer).get("step")  # of a learning-rate scheduler, for instance
         inner = optimizer.step
@@ -188,13 +189,10 @@ class GroupedStep:
         used = self._list_used(slices)
         if not self._may_hold(library.load().count_storage_bytes(used)):
             used = []
-        try:
-            held = self._begin_update(used)
-        except NO_ROOM:  # beside what the program holds: the update's ops run in slices, or are refused
-            if not self._may_tear():
-                raise
+        held = self._begin(used)
+        if held is None:  # no room beside what the program holds: the update's ops run in slices, or are refused
             used = []
-            held = self._begin_update(used)
+            held = self._begin(used)
         try:
             yield
         except NO_ROOM as error:
@@ -204,10 +202,6 @@ class GroupedStep:
         finally:
             del held
         end_update(used)
-
-    def _begin_update(self, used: Sequence[torch.Tensor]) -> object:
-        begin_update(used)  # as an op, so that plans bring it back, and keep it
-        return self._hold(used)
 
     def _list_used(self, slices: Slices) -> list[torch.Tensor]:
         """List some parameters, their gradients and their state, as far as these are on the parameters' device."""

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from elbowroom.errors import NO_ROOM
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.native import library
+from elbowroom.ops.update_marks import begin_update
 from elbowroom.runtime.other_threads import may_look
 from elbowroom.runtime.paged_storages import PagedStorages
 from elbowroom.runtime.sections import Sections
@@ -98,8 +100,7 @@ class StatePager:
         self._groups = UpdateGroups(
             optimizers,
             functools.partial(_find_budget, own),
-            functools.partial(_hold, own),
-            functools.partial(_works, own),
+            functools.partial(_begin_update, own),
         )
         self.storages = PagedStorages(transfers, ledger, functools.partial(_limit, own))
         self.sections = Sections(self.storages, transfers)
@@ -315,15 +316,15 @@ class StatePager:
         self.is_active = False
         self._native.update_watching()
 
-    def _hold(self, tensors: Sequence[torch.Tensor]) -> object:
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> Sequence[object]:
         """Keep what an update uses in memory as long as the result lives, with room beside it.
 
         Raises:
             TierError, Infeasible: before the update begins, which would fail halfway otherwise.
         """
         if not tensors or not self.is_active:
-            return None
-        held = self.storages.table.use(tensors)
+            return ()
+        held: Sequence[object] = self.storages.table.use(tensors)
         if self.follows_plan and not self.storages.refusal:
             return held
         nbytes = self._native.count_storage_bytes(tensors)
@@ -340,15 +341,22 @@ def _find_budget(pager: weakref.ref[StatePager]) -> int | None:
     return None if found is None else found.budget_bytes
 
 
-def _hold(pager: weakref.ref[StatePager], tensors: Sequence[torch.Tensor]) -> object:
-    found = pager()
-    return None if found is None else found._hold(tensors)
+def _begin_update(pager: weakref.ref[StatePager], tensors: Sequence[torch.Tensor]) -> Sequence[object] | None:
+    """Begin an update, as for `GroupedStep`.
 
-
-def _works(pager: weakref.ref[StatePager]) -> bool:
-    """Tell whether the tier below has taken all that was to leave in this step."""
+    Raises:
+        TierError, Infeasible: there is no room, because the tier below has not taken all that was to leave.
+    """
     found = pager()
-    return found is not None and not found.storages.refusal
+    refusals = 0 if found is None else found._ledger.refusals
+    try:
+        begin_update(tensors)  # as an op, so that plans bring them back, and keep them
+        return () if found is None else found._hold(tensors)
+    except NO_ROOM:
+        if found is None or found.storages.refusal:
+            raise
+        found._ledger.refusals = refusals  # the program gets no error
+        return None
 
 
 def _limit(pager: weakref.ref[StatePager], nbytes: int) -> int | None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
-from elbowroom.hooks.grouped_step import GroupedStep, find_groupable
+from elbowroom.hooks.grouped_step import Begin, GroupedStep, find_groupable
+from elbowroom.ops.update_marks import begin_update
 
 GROUPS = 32
 """An optimizer updates parameters of this share of the budget at a time. With gradients, state and temporaries they
@@ -28,28 +29,25 @@ class UpdateGroups:
     Args:
         optimizers: of the job.
         find_budget: returns the budget in bytes; None to update all parameters at once.
-        hold: keeps tensors in memory as long as the result lives.
-        may_tear: as for `GroupedStep`.
+        begin_update: as for `GroupedStep`.
     """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
         find_budget: Callable[[], int | None],
-        hold: Callable[[Sequence[torch.Tensor]], object],
-        may_tear: Callable[[], bool],
+        begin_update: Begin,
     ) -> None:
         self._optimizers = optimizers
         self._find_budget = find_budget
-        self._hold = hold
-        self._may_tear = may_tear
+        self._begin_update = begin_update
         self._steps: list[GroupedStep] = []
 
     def begin(self) -> None:
         """Update in groups from now on."""
         if not self._steps:
             self._steps = [
-                GroupedStep(each, self._find_group_bytes, self._may_hold, self._hold, self._may_tear)
+                GroupedStep(each, self._find_group_bytes, self._may_hold, self._begin_update)
                 for each in find_groupable(self._optimizers)
             ]
 
@@ -70,7 +68,12 @@ class UpdateGroups:
 @contextlib.contextmanager
 def grouping(optimizers: Sequence[Optimizer], budget_bytes: int) -> Iterator[None]:
     """Return a context in which optimizers step as they do within a budget that state may have to leave."""
-    groups = UpdateGroups(optimizers, lambda: budget_bytes, lambda _: [], lambda: True)
+
+    def begin(tensors: Sequence[torch.Tensor]) -> Sequence[object]:
+        begin_update(tensors)
+        return ()
+
+    groups = UpdateGroups(optimizers, lambda: budget_bytes, begin)
     groups.begin()
     try:
         yield
