@@ -155,6 +155,8 @@ def test_output_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("elbowroom.cli.commands.probe.measure_machine", write)
     assert "cannot write the output: No space left on device" in fail(FAILED, "probe")
+    monkeypatch.setattr("typer.echo", write)
+    assert "cannot write the output: No space left on device" in fail(FAILED, "--version")
 
 
 def test_versions() -> None:

@@ -57,8 +57,7 @@ class Program(typer.core.TyperGroup):
                 _complain(NEEDS_TORCH)
                 raise typer.Exit(MISUSED) from error
             if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ENOSPC):
-                _complain(f"cannot write the output: {error.strerror}")
-                raise typer.Exit(FAILED) from error
+                raise _fail_to_write(error) from error
             if (begin := _find_workload(error.__traceback__)) is None:
                 raise
             traceback.print_exception(type(error), error, begin)
@@ -101,6 +100,11 @@ def _find_workload(frame: types.TracebackType | None) -> types.TracebackType | N
     return frame
 
 
+def _fail_to_write(error: OSError) -> typer.Exit:
+    _complain(f"cannot write the output: {error.strerror}")
+    return typer.Exit(FAILED)
+
+
 def _show_version(is_asked: bool) -> None:
     if is_asked:
         # Importing torch would take seconds.
@@ -108,7 +112,10 @@ def _show_version(is_asked: bool) -> None:
             pytorch = f"PyTorch {importlib.metadata.version('torch')}"
         except importlib.metadata.PackageNotFoundError:
             pytorch = "no PyTorch"
-        typer.echo(f"elbowroom {__version__}, {pytorch}, Python {platform.python_version()}")
+        try:
+            typer.echo(f"elbowroom {__version__}, {pytorch}, Python {platform.python_version()}")
+        except OSError as error:
+            raise _fail_to_write(error) from error
         raise typer.Exit
 
 

@@ -14,6 +14,18 @@ from elbowroom import _family
 from elbowroom.hardware.shipped import list_shipped
 from elbowroom.planner import strategies
 
+
+def check_positive(value: int | None) -> int | None:
+    """Return the number of an option. (`min=1` would widen a column of the help so much that names are cut.)
+
+    Raises:
+        typer.BadParameter: it is less than 1.
+    """
+    if value is not None and value < 1:
+        raise typer.BadParameter(f"{value} is less than 1")
+    return value
+
+
 AMOUNTS = "8GiB or 8G (1024), 8GB (1000), 60% of device memory, or 60%peak for 60% of the peak without a plan"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]

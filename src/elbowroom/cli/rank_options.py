@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from elbowroom.cli.parameters import AMOUNTS
+from elbowroom.cli.parameters import AMOUNTS, check_positive
 from elbowroom.cli.sources import read_amount
 from elbowroom.errors import UsageError
 from elbowroom.hardware.shipped import list_networks, load_network
@@ -86,13 +86,16 @@ ShardDtypeName = Annotated[
     ),
 ]
 StageCount = Annotated[
-    int | None, typer.Option("--stages", min=1, rich_help_panel=_PANEL, help="Parts of the model, for pipelined.")
+    int | None,
+    typer.Option(
+        "--stages", callback=check_positive, rich_help_panel=_PANEL, help="Parts of the model, for pipelined."
+    ),
 ]
 MicroBatches = Annotated[
     int | None,
     typer.Option(
         "--micro-batches",
-        min=1,
+        callback=check_positive,
         rich_help_panel=_PANEL,
         help="Micro-batches, of the trace's size, that are accumulated before each update.",
     ),

@@ -21,6 +21,7 @@ from elbowroom.cli.parameters import (
     SpillFolder,
     Strategy,
     WorkloadOptions,
+    check_positive,
     with_workload_options,
 )
 from elbowroom.cli.sources import (
@@ -87,7 +88,9 @@ def register(app: typer.Typer) -> None:
 def run(
     spec: ScriptOrSpec,
     budget: Budget,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="How many; the first ones are captured.")] = 8,
+    steps: Annotated[
+        int, typer.Option("--steps", callback=check_positive, help="How many; the first ones are captured.")
+    ] = 8,
     ahead: Annotated[bool, typer.Option("--ahead", help="Plan before the first step, on fake tensors.")] = False,
     hardware: Hardware = "this",
     strategy: Strategy = "auto",

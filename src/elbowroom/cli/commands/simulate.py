@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from elbowroom._family import get, names
-from elbowroom.cli.parameters import AMOUNTS, CostsFile, Hardware, HostMemory, Json
+from elbowroom.cli.parameters import AMOUNTS, CostsFile, Hardware, HostMemory, Json, check_positive
 from elbowroom.cli.rank_options import (
     BucketBytes,
     BucketView,
@@ -62,7 +62,7 @@ _Steps = Annotated[
     int | None,
     typer.Option(
         "--steps",
-        min=1,
+        callback=check_positive,
         help="Simulate so many steps under a policy, and report the last: predictive learns from each (1).",
     ),
 ]
