@@ -341,4 +341,4 @@ def test_a_refused_update_of_which_a_part_is_done_is_told(profile: HardwareProfi
     with fit(job, profile, 19 * 4 * side * side // 10, mode="dynamic") as room:  # noqa: SIM117
         with pytest.raises(Infeasible) as caught, room.step():
             job.step(0)
-    assert any("partly updated: go on from a checkpoint" in each for each in caught.value.__notes__)
+    assert any("partly, so go on from a checkpoint" in each for each in caught.value.__notes__)

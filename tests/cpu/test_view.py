@@ -149,6 +149,18 @@ def test_the_page_of_a_run(folder: pathlib.Path, tmp_path: pathlib.Path) -> None
     assert read_data(tmp_path / "report.html") == data
 
 
+def test_the_page_of_a_run_in_which_everything_fits(tmp_path: pathlib.Path) -> None:
+    model, optimizer, take_step = make_job()
+    with elbowroom.fit(model, optimizer, "1GiB", profile=make_profile.__wrapped__()) as room:  # type: ignore[attr-defined]
+        for _ in range(4):
+            with room.step():
+                take_step()
+        room.save_run(tmp_path / "run.json")
+    succeed("view", tmp_path / "run.json", "-o", tmp_path / "run.html", "--bounds", 2, "--plans", 2)
+    assert len(read_data(tmp_path / "run.html")["front"]["bounds"]) == 2
+    succeed("report", tmp_path / "run.json", "--html", tmp_path / "report.html")
+
+
 def test_a_page_from_a_trace_and_the_front_of_a_comparison(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     given = (folder / "trace.json", "--costs", folder / "costs.json")
     succeed("compare", *given, "--budgets", "90%peak,100%peak", "--strategies", "keep_all,vdnn",

@@ -101,12 +101,16 @@ class _OtherBudgets:
         return tuple((budget_bytes, least) for (budget_bytes, _), least in zip(found, seconds, strict=True))
 
     def make_plans(self, count: int) -> list[PlanPoint]:
-        """Return forecasts of plans by the strategy of the step's plan, the best found that fits each budget."""
+        """Return forecasts of plans by the strategy of the step's plan, the best found that fits each budget.
+
+        A step in which everything fits has a plan of no strategy: others are made by `auto`.
+        """
         from elbowroom.planner.comparison.strategies_compared import compare, even_out
+        from elbowroom.planner.plain import EVERYTHING_FITS
         from elbowroom.report.page.content import PlanPoint
 
         step = self._step
-        strategy = "auto" if step.plan is None else step.plan.strategy
+        strategy = "auto" if step.plan is None or step.plan.strategy == EVERYTHING_FITS else step.plan.strategy
         budgets = self._list_budgets(count)
         entries = []
         with self._terminal.progress(f"plans of {step.trace.name}") as advance:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooked
 from torch.utils import _contextlib
 
-from elbowroom.errors import NO_ROOM
+from elbowroom.errors import ElbowroomError
 from elbowroom.hooks.compiled_regions import is_in_compiled_call
 from elbowroom.hooks.storage_ids import PLAIN_TENSORS, unwrap
 from elbowroom.native import library
@@ -97,7 +97,9 @@ def is_uniform(optimizer: Optimizer) -> bool:
     return len({(type(each), each.device) for group in optimizer.param_groups for each in group["params"]}) == 1
 
 
-PARTLY_UPDATED = "an update had begun, so a parameter or its state may be partly updated: go on from a checkpoint"
+PARTLY_UPDATED = (
+    "an update had begun: some parameters may be updated, and one of them partly, so go on from a checkpoint"
+)
 """Note on an error."""
 
 
@@ -175,13 +177,20 @@ class GroupedStep:
 
             with self._restricted([[] for _ in whole]):  # so that the optimizer calls it, and updates nothing
                 result = step(call, **options)
-        for slices in cut(self._optimizer, group_bytes):
-            with self._updating(slices), self._restricted(slices):
-                step(**options)
+        has_begun = False
+        try:
+            for slices in cut(self._optimizer, group_bytes):
+                with self._holding(slices), self._restricted(slices):
+                    has_begun = True
+                    step(**options)
+        except (ElbowroomError, torch.OutOfMemoryError) as error:
+            if has_begun:
+                error.add_note(PARTLY_UPDATED)
+            raise
         return result
 
     @contextlib.contextmanager
-    def _updating(self, slices: Slices) -> Iterator[None]:
+    def _holding(self, slices: Slices) -> Iterator[None]:
         """Have all that an update uses in memory throughout it, unless there is too much of that.
 
         So a tier that fails does so before anything is changed.
@@ -195,10 +204,6 @@ class GroupedStep:
             held = self._begin(used)
         try:
             yield
-        except NO_ROOM as error:
-            if not used:
-                error.add_note(PARTLY_UPDATED)
-            raise
         finally:
             del held
         end_update(used)

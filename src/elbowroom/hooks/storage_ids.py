@@ -136,6 +136,11 @@ def list_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
 
 
+def get_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a tensor that stands for a parameter, which under `functional_call` need not be a leaf."""
+    return tensor.grad if tensor.is_leaf else None  # PyTorch warns of the others
+
+
 def unwrap(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that own a tensor's bytes: the inner tensors of a wrapper subclass (such as DTensor), else the
     tensor itself. Empty if a wrapper class does not expose its inner tensors."""

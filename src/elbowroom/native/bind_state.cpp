@@ -161,6 +161,8 @@ void bind_state(py::module_& module) {
       "Have ops over lists of tensors run over parts of the lists with at most so many bytes each.");
   module.def("count_storage_bytes", &count_storage_bytes, py::arg("tensors"),
       "Return the bytes of the storages of tensors, each counted once.");
+  module.def("find_state", [](const py::handle& storage) { return find_state(unpack(storage).unsafeGetStorageImpl()); },
+      py::arg("storage"), "Return the record of a storage, of whatever table; None if there is none.");
   module.def("is_any_state_managed", &StateTable::is_any_managed);
   module.def("run_with_state", &run_with_state, py::arg("inputs"), py::arg("written"), py::arg("call"));
   py::class_<StateUse>(module, "StateUse", "Brings a storage back, and keeps it in memory for as long as this object lives.")

@@ -291,10 +291,15 @@ std::pair<at::Tensor, StateStoragePtr> StateTable::make_away(
   return {std::move(tensor), std::move(record)};
 }
 
-StateStoragePtr StateTable::find(const c10::StorageImpl* storage) const {
+StateStoragePtr find_state(const c10::StorageImpl* storage) {
   const std::lock_guard<std::mutex> guard(state_mutex());
   const auto found = state_records().find(storage);
-  return found != state_records().end() && found->second->belongs_to(*this) ? found->second : StateStoragePtr();
+  return found != state_records().end() ? found->second : StateStoragePtr();
+}
+
+StateStoragePtr StateTable::find(const c10::StorageImpl* storage) const {
+  StateStoragePtr found = find_state(storage);
+  return found && found->belongs_to(*this) ? found : StateStoragePtr();
 }
 
 bool StateTable::is_unknown(const c10::StorageImpl* storage) const {

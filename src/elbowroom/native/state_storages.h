@@ -187,6 +187,9 @@ class StateUse {
   c10::SmallVector<std::shared_ptr<StateTable>, 1> waiting_;  // tables whose ops that wait have to run first
 };
 
+// The record of a storage, of whatever table. Null if there is none.
+StateStoragePtr find_state(const c10::StorageImpl* storage);
+
 // Brings tensors back, and keeps them in memory from now on: what uses them does not tell.
 void keep_in_memory(at::TensorList tensors);
 

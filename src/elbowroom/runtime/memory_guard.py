@@ -106,8 +106,8 @@ class MemoryGuard:
         return 0 if self._pager is None else self._pager.make_room(missing_bytes, spares_soon=spares_soon)
 
     def is_paged(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether a storage leaves in place, as model state does."""
-        return self._pager is not None and self._pager.storages.table.find(storage) is not None
+        """Tell whether a storage leaves in place, as model state does, that of other rooms included."""
+        return self._native.find_state(storage) is not None
 
     def count_away(self, storages: Iterable[torch.UntypedStorage]) -> int:
         """Return the bytes of those storages that have left in place. They come back when an op uses them."""

@@ -95,7 +95,7 @@ class Sections:
     def find_misalignment(self, tensor: torch.Tensor) -> int:
         """Return the bytes by which a tensor's memory is not aligned, or will not be when it is back."""
         storage = tensor.untyped_storage()
-        record = self._storages.table.find(storage)
+        record = self._native.find_state(storage)  # which may be another room's
         begin = get_address(storage) if record is None else record.misalignment
         return int((begin + tensor.storage_offset() * tensor.element_size()) % ALIGNMENT_BYTES)
 

@@ -38,7 +38,7 @@ from elbowroom.slicing.bounds import is_summed
 from elbowroom.slicing.calls import make_results
 from elbowroom.slicing.exactness_store import Exactness
 from elbowroom.slicing.op_call import OpCall, bind, count_writes, find_targets
-from elbowroom.slicing.registry import list_rules
+from elbowroom.slicing.registry import is_plain, list_rules
 from elbowroom.slicing.vector_ends import find_telling
 
 logger = logging.getLogger(__name__)
@@ -123,12 +123,12 @@ class SlicedOps(TorchDispatchMode):
             tensors: among its arguments.
             refusal: the error with which it failed as a whole; None if it has not run yet.
         """
+        if name not in list_rules() or not all(map(is_plain, tensors)):
+            return False
         key = find_key(name, tensors)
         if refusal is None:
             return (sizes := self._sizes.get(key)) is not None and sizes.cut is not None
-        if not isinstance(refusal, NO_ROOM) or name not in list_rules():
-            return False
-        if any(each.layout is not torch.strided for each in tensors):
+        if not isinstance(refusal, NO_ROOM):
             return False
         self._was_refused = True
         refusal.__context__ = refusal.__cause__ = None  # their frames hold tensors, as its own do

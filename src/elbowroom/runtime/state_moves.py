@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from elbowroom.hooks.storage_ids import get_plain_storage
+from elbowroom.hooks.storage_ids import get_gradient, get_plain_storage
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.state import MoveKind, StateMove, list_away, list_moves
 from elbowroom.ir.trace import Role, Trace
@@ -131,7 +131,7 @@ def _find_storage(trace: Trace, storage: int, tensors: Mapping[int, torch.Tensor
     """Return a storage of a trace as it is in this step; None if it is unknown, or not there."""
     tensor = tensors.get(storage)
     if tensor is not None and trace.storages[storage].role is Role.GRADIENT:
-        tensor = tensor.grad
+        tensor = get_gradient(tensor)
     return None if tensor is None else get_plain_storage(tensor)
 
 

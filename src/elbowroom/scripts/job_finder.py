@@ -19,7 +19,7 @@ from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import leave_package_uncompiled, undisturbed
 from elbowroom.hooks.input_guard import leave_uncompiled
 from elbowroom.hooks.optimizer_hooks import hook_all_steps
-from elbowroom.hooks.storage_ids import PLAIN_TENSORS
+from elbowroom.hooks.storage_ids import PLAIN_TENSORS, get_gradient
 from elbowroom.optimizer_steps import is_in_backward, starts_training
 
 
@@ -190,7 +190,10 @@ class JobFinder:
     def _look_after_backward(self) -> None:
         """Report the modules that have gradients now as a job that has no optimizer."""
         trained: dict[int, torch.Tensor] = {
-            id(each): each for one in _list_modules() for each in one.parameters(False) if each.grad is not None
+            id(each): each
+            for one in _list_modules()
+            for each in one.parameters(False)
+            if get_gradient(each) is not None
         }
         if trained and not is_in_backward():
             self._has_bare_job = True

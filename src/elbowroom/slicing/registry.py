@@ -38,14 +38,15 @@ def find_passes(
     if rule is None:
         return ()
     call = bind(op, args, kwargs)
-    if not call.find_mask() or not all(map(_is_plain, call.reads)) or _crosses_devices(call) or _overlaps(call):
+    if not call.find_mask() or not all(map(is_plain, call.reads)) or _crosses_devices(call) or _overlaps(call):
         return ()
     found = rule.find_passes(call)
     return found if with_partial else tuple(each for each in found if not any(part.is_partial for part in each))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether the elements of a tensor are those of its memory, in the order of its strides."""
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
 
 
 def _crosses_devices(call: OpCall) -> bool:

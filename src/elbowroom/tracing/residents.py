@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from elbowroom.hooks.module_paths import find_module_path
 from elbowroom.hooks.sharded import list_bucketed
-from elbowroom.hooks.storage_ids import PLAIN_TENSORS, get_plain_storage, unwrap
+from elbowroom.hooks.storage_ids import PLAIN_TENSORS, get_gradient, get_plain_storage, unwrap
 from elbowroom.ir.trace import Role
 
 
@@ -53,9 +53,9 @@ def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> l
         ]
     bucketed = {id(each) for each in list_bucketed(model)}
     gradients = [
-        Resident(tensor.grad, Role.INPUT if id(tensor) in bucketed else Role.GRADIENT, f"gradient of {name}", module)
+        Resident(gradient, Role.INPUT if id(tensor) in bucketed else Role.GRADIENT, f"gradient of {name}", module)
         for tensor, _, name, module in parameters
-        if tensor.grad is not None
+        if (gradient := get_gradient(tensor)) is not None
     ]
     listed = [*parameters, *buffers, *states, *gradients]
     return [each._replace(tensor=part) for each in listed for part in unwrap(each.tensor)]
@@ -64,7 +64,7 @@ def list_residents(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> l
 def list_resident_tensors(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     """Return the tensors of `list_residents` without their labels. Cost: less than a microsecond per tensor."""
     parameters, others = _list_kept(model, optimizers)
-    gradients = [gradient for each in parameters if (gradient := each.grad) is not None]
+    gradients = [gradient for each in parameters if (gradient := get_gradient(each)) is not None]
     listed = [*parameters, *others, *gradients]
     if PLAIN_TENSORS.issuperset(map(type, listed)):
         return listed
