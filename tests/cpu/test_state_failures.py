@@ -29,6 +29,8 @@ from tests.state_jobs import (
     list_tensors,
     make_batch,
     make_job,
+    run_plain,
+    run_within,
 )
 
 EVERYTHING = 1 << 40
@@ -199,6 +201,25 @@ def test_too_little_room_below(host_bytes: int, profile: HardwareProfile) -> Non
         with pytest.raises((Infeasible, TierFull), match=r"spill file.* has no room"), room.step():
             job.step(0)
         assert_each_old_or_new_or_absent(list_changed(job), states)
+
+
+def test_too_little_room_below_for_an_update(profile: HardwareProfile) -> None:
+    job = make_job(adamw)
+    with fit(job, profile, host_bytes=14 * PARAMETER_BYTES // 5) as room:  # noqa: SIM117
+        with pytest.raises(TierFull) as caught, room.step():
+            job.step(0)
+    state = job.optimizers[0].state
+    assert 0 < sum(float(each["step"]) for each in state.values()) < len(list(job.model.parameters()))
+    assert any("some parameters may be updated" in each for each in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "auto"])
+def test_copies_of_what_is_in_memory_are_given_up(mode: str, profile: HardwareProfile) -> None:
+    """Those of all state, and of the activations beside it, have no room below."""
+    found = run_within(
+        lambda: make_job(adamw), profile, is_metered=False, mode=mode, host_bytes=37 * PARAMETER_BYTES // 10
+    )
+    assert_same(found, run_plain(lambda: make_job(adamw)))
 
 
 def assert_each_old_or_new_or_absent(found: dict[str, torch.Tensor], states: list[dict[str, torch.Tensor]]) -> None:

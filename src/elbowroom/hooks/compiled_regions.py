@@ -207,11 +207,11 @@ def hiding_from_guards() -> Iterator[None]:
     The guards compare the thread's dispatch keys: without this, watched and unwatched steps would compile separately.
     """
     native = library.load()
-    handle = native.hide_from_guards()
+    native.hide_from_guards()
     try:
         yield
     finally:
-        native.stop_hiding(handle)
+        native.stop_hiding()
 
 
 @contextlib.contextmanager

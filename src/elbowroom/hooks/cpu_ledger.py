@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -85,7 +86,9 @@ class CpuLedger:
 
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
-        before = self._native.enter_scope(self.scope)
+        scopes = _find_open_scopes()
+        scopes.append(self.scope)
+        self._native.enter_scope(self.scope)
         self._make_room, self._budget_bytes = make_room, min(limit_bytes, NO_LIMIT - 1)
         self.scope.limit_bytes = self._budget_bytes
         self._native.trim_pages(everywhere=False)
@@ -94,7 +97,10 @@ class CpuLedger:
         finally:
             self.scope.limit_bytes, self._make_room = NO_LIMIT, None
             self.scope.drop_inputs()
-            self._native.enter_scope(before)
+            if self.scope in scopes:
+                scopes.remove(self.scope)
+            if scopes is _find_open_scopes():  # not in another thread
+                self._native.enter_scope(scopes[-1] if scopes else None)
 
     def limit_between_steps(self, limit_bytes: int | None, make_room: MakeRoom | None = None) -> None:
         self._make_room = make_room
@@ -149,4 +155,13 @@ def list_system_limits() -> list[tuple[str, int, int]]:
         limit_bytes, _ = resource.getrlimit(getattr(resource, name))
         if limit_bytes != resource.RLIM_INFINITY:
             found.append((name, limit_bytes, int(taken[field].split()[0]) << 10))
+    return found
+
+
+_thread = threading.local()
+
+
+def _find_open_scopes() -> list[Any]:
+    """Return the scopes of this thread's running steps. These need not end in the order in which they began."""
+    found: list[Any] = _thread.__dict__.setdefault("scopes", [])
     return found

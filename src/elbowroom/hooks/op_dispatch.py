@@ -24,9 +24,8 @@ def dispatching_ops_to(watcher: TorchDispatchMode) -> Iterator[None]:
     pass_higher_order_ops()
     show_regions()
     with hiding_from_guards() if may_run_compiled() else contextlib.nullcontext():
-        before = native.get_watchers()
-        native.set_watchers((*before, watcher))
+        native.set_watchers((*native.get_watchers(), watcher))
         try:
             yield
-        finally:
-            native.set_watchers(before)
+        finally:  # other steps that have begun meanwhile may go on
+            native.set_watchers(tuple(each for each in native.get_watchers() if each is not watcher))

@@ -365,7 +365,7 @@ void bind_watch(py::module_& module) {
   module.def("get_watchers", &get_watchers, "Return the watchers of this thread.");
   module.def("get_active_watchers", &get_active_watchers, "Return the watchers that would run an op now.");
   module.def("hide_from_guards", &hide_from_guards, "Hide the watchers' dispatch key from Dynamo's guards in this thread.");
-  module.def("stop_hiding", &stop_hiding, py::arg("handle"), "Undo `hide_from_guards`.");
+  module.def("stop_hiding", &stop_hiding, "Undo `hide_from_guards`.");
   module.def("call_soon", &call_soon, py::arg("function"), "Have the main thread call a function between two bytecode instructions, not inside an op.");
   module.def("name_running_op", [] { return get_thread().running == nullptr ? std::string() : *get_thread().running; }, "Return the name of the op that this thread runs; empty outside of watched ops.");
   module.def(

@@ -188,7 +188,19 @@ void run_by(
   }
 }
 
-thread_local bool is_hidden = false;
+// Of this thread: the callback that hides the key, and how many contexts ask for it. They need not end in the order in
+// which they began, as the steps of two rooms do not.
+struct Hiding {
+  at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
+  int64_t contexts = 0;
+
+  // PyTorch may have restored the thread's callbacks of another time meanwhile.
+  bool is_registered() const {
+    const auto& callbacks = at::get_record_function_tls_().sorted_tls_callbacks_;
+    return std::any_of(callbacks.begin(), callbacks.end(), [&](const auto& each) { return each.handle_ == handle; });
+  }
+};
+thread_local Hiding hiding;
 
 // Returns whether the callback for ops of unwatched threads is the only one that PyTorch calls for this thread's ops.
 bool is_only_callback_ours() {
@@ -503,16 +515,17 @@ OpWatch* find_handed_watch() {
   return watchers == nullptr ? nullptr : watchers->find_only();
 }
 
-uint64_t hide_from_guards() {
-  if (std::exchange(is_hidden, true)) return 0;
+void hide_from_guards() {
+  ++hiding.contexts;
+  if (hiding.is_registered()) return;
   skip_callbacks(get_thread(), false);
-  return at::addThreadLocalCallback(at::RecordFunctionCallback(&hide_from_lookup).scopes({at::RecordScope::FUNCTION}));
+  hiding.handle =
+      at::addThreadLocalCallback(at::RecordFunctionCallback(&hide_from_lookup).scopes({at::RecordScope::FUNCTION}));
 }
 
-void stop_hiding(uint64_t handle) {
-  if (handle == 0) return;
-  at::removeCallback(handle);
-  is_hidden = false;
+void stop_hiding() {
+  if (hiding.contexts == 0 || --hiding.contexts > 0) return;
+  if (hiding.is_registered()) at::removeCallback(hiding.handle);
 }
 
 TORCH_LIBRARY_IMPL(_, Fake, library) {

@@ -178,9 +178,9 @@ pybind11::tuple get_active_watchers();
 // Hides the watchers' dispatch key from Dynamo while `function` is its lookup of compiled code; else returns null.
 std::unique_ptr<at::ObserverContext> hide_from_lookup(const at::RecordFunction& function);
 
-// Hides the watchers' dispatch key from Dynamo's guards, which compare this thread's keys, until `stop_hiding` is
-// called with the returned handle: 0 if the key is hidden already.
-uint64_t hide_from_guards();
-void stop_hiding(uint64_t handle);
+// Hides the watchers' dispatch key from Dynamo's guards, which compare this thread's keys, until `stop_hiding` has been
+// called as often.
+void hide_from_guards();
+void stop_hiding();
 
 }  // namespace elbowroom

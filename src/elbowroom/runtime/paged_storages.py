@@ -10,7 +10,9 @@ was not written to since it was last copied leaves without a copy.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -55,11 +57,13 @@ class PagedStorages:
         self._ledger = ledger
         self._make_room = make_room
         self.copies: dict[Any, Copy] = {}
+        self._leaving = set[Any]()  # their copies are needed
         self._arriving: dict[Any, torch.UntypedStorage] = {}
         self._restoring: dict[Any, object] = {}  # until then the copy has not been written to
         self.unwritten = UnwrittenStorages()
         self.table = self._native.StateTable(self, self.unwritten)
         self.lock = make_lock()
+        transfers.give_up = functools.partial(_give_up_copies, weakref.ref(self))
         self.slicing = make_lock()
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
@@ -149,11 +153,15 @@ class PagedStorages:
         self.sweep()
         records = list(records)
         copied_before = [each for each in records if not self._needs_copy(each)]
-        freed_bytes, errors = self._move_out(records)
-        if again := [each for each in copied_before if each in errors]:  # the cause may be over by now
-            more_bytes, others = self._move_out(again)
-            freed_bytes += more_bytes
-            errors = {each: why for each, why in errors.items() if each not in again} | others
+        self._leaving.update(records)
+        try:
+            freed_bytes, errors = self._move_out(records)
+            if again := [each for each in copied_before if each in errors]:  # the cause may be over by now
+                more_bytes, others = self._move_out(again)
+                freed_bytes += more_bytes
+                errors = {each: why for each, why in errors.items() if each not in again} | others
+        finally:
+            self._leaving.difference_update(records)
         for record, why in errors.items():
             self._note_refusal(record, why)
         return freed_bytes
@@ -184,6 +192,17 @@ class PagedStorages:
                 self._ledger.note_move(-record.nbytes)
                 freed_bytes += record.nbytes
         return freed_bytes, errors
+
+    def give_up_copies(self) -> bool:
+        """Give up copies of storages that are in memory. Return whether there were any.
+
+        All that are out of date, or if there are none, the oldest one.
+        """
+        with self.lock:
+            here = [each for each in self.copies if not each.is_away and each not in self._leaving]
+            for record in [each for each in here if each.is_written] or here[:1]:
+                self._discard_copy(record)
+            return bool(here)
 
     def cancel_reloads(self) -> int:
         """Give up what is on its way back. Return the bytes freed."""
@@ -317,6 +336,11 @@ class PagedStorages:
             yield
         finally:
             self._native.enter_scope(before)
+
+
+def _give_up_copies(storages: weakref.ref[PagedStorages]) -> bool:
+    found = storages()
+    return found is not None and found.give_up_copies()
 
 
 def _reload_with_room(transfers: Transfers, ledger: Ledger, copy: Copy, record: Any) -> torch.UntypedStorage:

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -27,10 +28,12 @@ from elbowroom.runtime.copies import Copy, Extents, Record, Records
 from elbowroom.runtime.staging import Staging
 from elbowroom.runtime.stream_copies import StreamCopy
 from elbowroom.runtime.streams import Streams
-from elbowroom.runtime.transfers import Finish, check_process
+from elbowroom.runtime.transfers import Finish, check_process, retry_when_full
 from elbowroom.runtime.transfers_in_flight import TransfersInFlight
 from elbowroom.tiers.disk import SpillFile, raise_foreign
 from elbowroom.tiers.pinned import HostSlabs, SlabBlock
+
+Block = TypeVar("Block", SlabBlock, int, SlabBlock | int)
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ class StreamTransfers:
         staging_bytes: part of `host` to reserve for staging copies to the spill file; limited to a quarter of `host`.
 
     Attributes:
-        offloaded_bytes, reloaded_bytes: bytes of all transfers begun so far.
+        give_up, offloaded_bytes, reloaded_bytes: as for `Transfers`.
 
     Raises:
         TierFull: `host` has no room for the staging block.
@@ -69,6 +72,7 @@ class StreamTransfers:
         self._discarded: deque[Record] = deque()
         self._lock = threading.RLock()  # guards records and tiers
         self._closing = self._stopped = self._has_lost = False
+        self.give_up: Callable[[], bool] = lambda: False
         self.reset_figures()
 
     @property
@@ -112,11 +116,8 @@ class StreamTransfers:
                 f"a storage on {storage.device} cannot be moved by the transfers of {self._streams.device}; "
                 "fit the part of the model on each device separately"
             )
-        copy = StreamCopy(storage.nbytes())
+        copy, block = self._reserve_copy(storage.nbytes(), lambda: self._place(storage.nbytes(), copy_slot))
         with self._lock:
-            self._sweep()
-            copy.record = self._records.reserve(copy, lambda: self._place(copy.nbytes, copy_slot))
-            block = copy.record.block
             if isinstance(block, SlabBlock):
                 copy.block = block
                 after = [self._streams.record_compute(), *self._in_flight.list_users(block)]
@@ -156,12 +157,22 @@ class StreamTransfers:
 
     def make_copy(self, nbytes: int) -> StreamCopy:
         check_process(self._pid, nbytes)
-        copy = StreamCopy(nbytes)
-        with self._lock:
-            self._sweep()
-            copy.record = self._records.reserve(copy, lambda: self._reserve(nbytes, None))
-            copy.block = copy.record.block
+        copy, block = self._reserve_copy(nbytes, lambda: self._reserve(nbytes, None))
+        copy.block = block
         return copy
+
+    def _reserve_copy(self, nbytes: int, place: Callable[[], Block]) -> tuple[StreamCopy, Block]:
+        """Return a copy without contents, and its block."""
+        copy = StreamCopy(nbytes)
+
+        def reserve() -> Block:
+            with self._lock:
+                self._sweep()
+                copy.record = self._records.reserve(copy, place)
+                block: Block = copy.record.block
+                return block
+
+        return copy, retry_when_full(reserve, self.give_up)
 
     def move_section(self, copy: Copy, section: torch.UntypedStorage, extents: Extents, *, is_out: bool) -> Finish:
         assert isinstance(copy, StreamCopy)

@@ -6,17 +6,19 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
-from elbowroom.errors import InternalError, TransferFailed
+from elbowroom.errors import InternalError, TierFull, TransferFailed
 from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.ir.timeline import Activity, Lane
 from elbowroom.native import library
 from elbowroom.runtime.copies import Copy, Extents
 from elbowroom.runtime.spill_queue import SpillCopy, SpillJob, SpillQueue
 from elbowroom.tiers.disk import SpillFile
+
+T = TypeVar("T")
 
 MOST_ACTIVITIES = 100_000
 """Limit on the transfers, and on the waits, that are remembered for `list_activities`."""
@@ -30,8 +32,14 @@ class Transfers(Protocol):
 
     Transfers follow program order: a copy contains everything computed before `offload`, and compute after `finish`
     sees the transfer complete.
+
+    Attributes:
+        give_up: called when the tier has no room; gives up copies that can be made again, and returns whether there
+            were any.
+        offloaded_bytes, reloaded_bytes: of all transfers begun since figures were reset.
     """
 
+    give_up: Callable[[], bool]
     offloaded_bytes: int
     reloaded_bytes: int
 
@@ -123,6 +131,7 @@ class ThreadTransfers:
         self._first = spill
         self._queues = {os.getpid(): SpillQueue(spill, self)}  # by process id: a parent's queue has no thread here
         self._closed = False
+        self.give_up: Callable[[], bool] = lambda: False
         self.reset_figures()
 
     def reset_figures(self) -> None:
@@ -169,7 +178,7 @@ class ThreadTransfers:
         self._queue.prepare(placement, gives_back=gives_back)
 
     def offload(self, storage: torch.UntypedStorage, copy_slot: CopySlot | None = None) -> SpillCopy:
-        copy = self._queue.make_copy(storage.nbytes(), None if copy_slot is None else copy_slot.offset)
+        copy = self._make_copy(storage.nbytes(), None if copy_slot is None else copy_slot.offset)
         try:
             self._submit(copy, True, storage)
         except TransferFailed:
@@ -196,7 +205,11 @@ class ThreadTransfers:
         return storage
 
     def make_copy(self, nbytes: int) -> SpillCopy:
-        return self._queue.make_copy(nbytes, None)
+        return self._make_copy(nbytes, None)
+
+    def _make_copy(self, nbytes: int, at: int | None) -> SpillCopy:
+        queue = self._queue
+        return retry_when_full(lambda: queue.make_copy(nbytes, at), self.give_up)
 
     def move_section(self, copy: Copy, section: torch.UntypedStorage, extents: Extents, *, is_out: bool) -> Finish:
         assert isinstance(copy, SpillCopy)
@@ -252,6 +265,20 @@ class ThreadTransfers:
         self._forget_parents()
         for queue in list(self._queues.values()):
             queue.close()
+
+
+def retry_when_full(reserve: Callable[[], T], give_up: Callable[[], bool]) -> T:
+    """Reserve room in a tier, again whenever it had none and copies were given up.
+
+    Raises:
+        TierFull: there is no room, and nothing more to give up.
+    """
+    while True:
+        try:
+            return reserve()
+        except TierFull:
+            if not give_up():
+                raise
 
 
 def check_process(pid: int, nbytes: int) -> None:
