@@ -336,8 +336,7 @@ class Room:
         """Write the journal, and the step that is expected next with its plan, for `elbowroom view` and `report`.
 
         Raises:
-            UsageError: the path is that of a folder or device.
-            OSError: the folder does not exist or is not writable.
+            UsageError: the file cannot be written.
         """
         save_run(path, self.journal(), self._cache)
 
@@ -373,9 +372,9 @@ class Room:
         del self._job, self._pager, self._modes, self._steps
 
     def __del__(self) -> None:
-        if getattr(self, "_detached", True):
+        if getattr(self, "_detached", True) or sys.is_finalizing():  # modules may be gone, and the memory goes anyway
             return
-        if not self._steps.has_begun and not sys.is_finalizing():
+        if not self._steps.has_begun:
             logger.warning("a room was dropped before its first step: keep what elbowroom.fit returns while you train")
         self.detach()
 

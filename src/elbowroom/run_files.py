@@ -14,7 +14,7 @@ def save_run(path: str | os.PathLike[str], journal: Journal, cache: PlanCache) -
     """Write a journal and the expected step, if one is planned.
 
     Raises:
-        OSError: the folder does not exist or is not writable.
+        UsageError: the file cannot be written.
     """
     beside = {}
     if (entry := cache.current) is not None:

@@ -26,6 +26,7 @@ from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir import updates
 from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.files import load
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.trace import Op, Trace
 from elbowroom.planner.options import list_options
@@ -119,6 +120,26 @@ def test_enormous_storages_have_the_same_peak_in_sweep_and_replay() -> None:
     assert sweep(vectors.columns, choices, problem.budget_bytes, 0.0, np.inf, vectors.room)
     forecast = problem.drafter.replay.run(vectors.make_plan(choices, "test"))
     assert vectors.room.outcome[0].peak_bytes == forecast.peak_bytes > 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda trace, costs: plan(costs, trace, 1), "trace takes a Trace .*, not a Costs"),
+        (lambda trace, _: plan(trace, None, 1), "costs takes a Costs"),  # type: ignore[arg-type]
+        (lambda trace, costs: plan(trace, costs, None), "budget_bytes is None"),  # type: ignore[arg-type]
+        (lambda trace, costs: plan(trace, costs, "1GiB"), "budget_bytes is '1GiB'"),  # type: ignore[arg-type]
+        (lambda trace, costs: plan(trace, costs, True), "budget_bytes is True"),
+        (lambda trace, costs: simulate(trace, costs, trace), "plan takes a Plan .*, not a Trace"),
+        (lambda trace, costs: simulate(trace, costs, policy="lru", budget_bytes=0.5), "budget_bytes is 0.5"),  # type: ignore[arg-type]
+        (lambda trace, _: price(trace, "rtx3090"), "profile takes a HardwareProfile .*, not 'rtx3090'"),  # type: ignore[arg-type]
+        (lambda trace, _: check(trace, None), "plan takes a Plan .*, not None"),  # type: ignore[arg-type]
+        (lambda *_: load("Trace", "trace.json"), "a 'Trace' is not a file; these are: Trace, "),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_arguments_of_other_types_are_named(call: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        call(*example())
 
 
 @pytest.mark.parametrize("factor", [1 << 50, 1 << 53, 1 << 70])

@@ -489,11 +489,11 @@ def test_a_file_is_whole_or_as_before(tmp_path: pathlib.Path, monkeypatch: pytes
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fail)
-        with pytest.raises(OSError, match="space"):
+        with pytest.raises(UsageError, match="space"):
             files.save(NOUNS["plan"], path)
     with pytest.raises(TraceError, match="finite"):
         files.save(dataclasses.replace(NOUNS["forecast"], step_seconds=float("nan")), path)
-    with pytest.raises(FileNotFoundError, match=r"missing/noun\.json'"):
+    with pytest.raises(UsageError, match=r"missing is not a folder"):
         files.save(NOUNS["plan"], tmp_path / "missing" / "noun.json")
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["noun.json"]

@@ -337,10 +337,7 @@ def save(value: object, path: pathlib.Path | None) -> str | None:
     """
     if path is None:
         return None
-    try:
-        files.save(value, path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    files.save(value, path)
     return str(path)
 
 

@@ -10,6 +10,7 @@ from elbowroom.cost.op_times import is_plausible, make_key
 from elbowroom.cost.roofline import Rates, estimate_seconds, index_rates
 from elbowroom.cost.workspace import estimate_workspace
 from elbowroom.errors import TraceError
+from elbowroom.ir.arguments import check_kinds
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.digest import digest
 from elbowroom.ir.hardware import HardwareProfile, Link
@@ -36,11 +37,13 @@ def price(
             ignored.
 
     Raises:
+        UsageError: there is no trace, or no profile (`load_shipped` returns one by its name).
         TraceError: the measurements belong to another trace or are not numbers of at least 0; or the profile has no
             link or no usable rates.
 
     Cost: linear in the trace; mostly the digest, about 10 ms per thousand ops.
     """
+    check_kinds(trace=(trace, Trace), profile=(profile, HardwareProfile))
     link, *further_links = _find_links(profile)
     if measurements is None:
         rates = index_rates(profile)

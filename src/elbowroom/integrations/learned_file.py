@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elbowroom._folders import replacing
-from elbowroom.errors import TraceError, UsageError
+from elbowroom.errors import TraceError
 from elbowroom.room import Room
 
 logger = logging.getLogger(__name__)
@@ -48,5 +48,5 @@ def _name_file(rank: int) -> str:
 def _warning(what: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, ValueError, TraceError, UsageError) as error:
+    except (OSError, EOFError, ValueError, TraceError) as error:
         logger.warning("what Elbowroom has learned %s: %s", what, error)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from elbowroom.errors import TraceError
+from elbowroom.ir.arguments import check_kinds
 from elbowroom.ir.check_state import check_state
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.gaps import Gap
@@ -146,8 +147,10 @@ def check(trace: Trace, plan: Plan) -> None:
     """Check a plan against its trace: every move is possible, and every storage is back when it is needed.
 
     Raises:
+        UsageError: one of them is something else.
         TraceError: names the first decision that cannot be carried out, and why.
     """
+    check_kinds(trace=(trace, Trace), plan=(plan, Plan))
     if plan.cuts:
         trace = slice_trace(trace, plan.cuts).trace
     gaps = {(storage, gap.index): gap for storage, found in trace.gaps.items() for gap in found}

@@ -91,12 +91,14 @@ def save(value: Any, path: str | os.PathLike[str], beside: Mapping[str, Any] | N
         beside: further fields of the document, as JSON values; `load` skips them, and `load_fields` reads them.
 
     Raises:
-        UsageError: values of this type have no file format, or the path is that of a folder or device.
+        UsageError: values of this type have no file format, or the file cannot be written: its folder does not exist,
+            for example. A file that is there stays as it is.
         TraceError: the value holds a number that is not finite.
-        OSError: the folder does not exist or is not writable.
     """
     path = pathlib.Path(path)
     check_regular(path)
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot write {path}: {path.parent} is not a folder")
     document = {"format": _format_of(type(value)), "version": version_of(type(value)), "value": to_json(value)}
     document |= beside or {}
     try:
@@ -108,9 +110,13 @@ def save(value: Any, path: str | os.PathLike[str], beside: Mapping[str, Any] | N
     if path.suffix == ".gz":
         data = gzip.compress(data, compresslevel=6, mtime=0)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        _write(path, data)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # which the user has not given
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _write(path: pathlib.Path, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -125,8 +131,11 @@ def save(value: Any, path: str | os.PathLike[str], beside: Mapping[str, Any] | N
 def load(kind: type[Noun], path: str | os.PathLike[str]) -> Noun:
     """Read a value from a file.
 
+    Args:
+        kind: class of the value, such as `elbowroom.ir.trace.Trace`.
+
     Raises:
-        UsageError: there is no such file, or it cannot be read.
+        UsageError: there is no such file, it cannot be read, or values of this class have no file format.
         TraceError: it is corrupt, truncated, too large, of another format or a newer version; names the place.
     """
     path = pathlib.Path(path)
@@ -235,5 +244,6 @@ def _check_marks(kind: type, path: pathlib.Path, marks: Mapping[str, Any]) -> No
 
 def _format_of(kind: type) -> str:
     if kind not in _FORMATS:
-        raise UsageError(f"a {kind.__name__} is not a file; these are: {', '.join(noun.__name__ for noun in _FORMATS)}")
+        name = getattr(kind, "__name__", repr(kind))
+        raise UsageError(f"a {name} is not a file; these are: {', '.join(noun.__name__ for noun in _FORMATS)}")
     return _FORMATS[kind]

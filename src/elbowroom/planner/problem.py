@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 
 from elbowroom._family import names
-from elbowroom.errors import InternalError, UnknownMember, UsageError
+from elbowroom.errors import InternalError, UnknownMember
+from elbowroom.ir.arguments import check_amount, check_amounts, check_kinds
 from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
@@ -22,9 +22,6 @@ from elbowroom.planner.slicing.least_bytes import find_largest_need
 from elbowroom.planner.state.scheduler import StateScheduler
 from elbowroom.progress import announcing
 from elbowroom.simulator.planned import PreparedTrace
-
-LARGEST_BYTES = 1 << 62
-"""Sums of bytes must stay below what 64 bits hold."""
 
 MIN_OFFLOAD_BYTES = 1 << 14
 """Smaller storages are never worth a move."""
@@ -86,7 +83,9 @@ def plan(
         TraceError: the trace is not consistent with itself, the costs belong to another one or are no figures to reckon
             with, or a link moves nothing.
     """
-    check_amounts(budget_bytes=budget_bytes, min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
+    check_kinds(trace=(trace, Trace), costs=(costs, Costs))
+    check_amount("budget_bytes", budget_bytes)
+    check_amounts(min_offload_bytes=min_offload_bytes, host_bytes=host_bytes)
     manages = find_managed(strategy, manages)
     make_plan = find_strategy(strategy, manages)
     check_trace(trace)
@@ -179,17 +178,6 @@ def _list_choosers(problem: Problem, slices: Slices) -> list[CutChooser]:
     kinds = (Slices.ANY, Slices.EXACT) if slices is Slices.ANY else (slices,)
     _, least_bytes = find_largest_need(replay.trace, problem.manages, slices)
     return [CutChooser(replay.trace, replay.costs, find_floor, problem.floor, each, least_bytes) for each in kinds]
-
-
-def check_amounts(**amounts: int | None) -> None:
-    """Refuse what is no number of bytes.
-
-    Raises:
-        UsageError: one is negative, larger than any memory, or no integer; names it.
-    """
-    for name, nbytes in amounts.items():
-        if nbytes is not None and not (isinstance(nbytes, numbers.Integral) and 0 <= nbytes <= LARGEST_BYTES):
-            raise UsageError(f"{name} is {nbytes!r}; it takes a number of bytes, from 0 to {LARGEST_BYTES}")
 
 
 def pose(

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.api import open_room
+from elbowroom.errors import UsageError
 from elbowroom.hooks.attachment import is_marked
 from elbowroom.hooks.sharded import find_wrapper
 from elbowroom.ir.hardware import HardwareProfile
@@ -203,5 +204,5 @@ class ManagedProgram:
             return
         try:
             write(self._journal_file)
-        except OSError as error:
+        except UsageError as error:
             logger.warning("the journal is not written: %s", error)

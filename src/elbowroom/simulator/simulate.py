@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elbowroom.errors import UnknownMember, UsageError
+from elbowroom.ir.arguments import check_amounts, check_kinds
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.placement import Placement
@@ -37,7 +38,8 @@ def simulate(
         placement: of the plan's copies, if known; "planned" computes it otherwise.
 
     Raises:
-        UsageError: both a plan and a policy are given, or neither; or an argument that belongs to the other one.
+        UsageError: both a plan and a policy are given, or neither; or an argument that belongs to the other one, or is
+            of another type.
         Infeasible: the policy finds no room within the budget.
         TraceError: costs or plan belong to another trace, or a link has no bandwidth.
         UnknownMember: there is no such policy or allocator.
@@ -48,6 +50,8 @@ def simulate(
         raise UsageError("simulate takes a plan or a policy: give one of them")
     if (policy is None) != (budget_bytes is None):
         raise UsageError("budget_bytes belongs to a policy: give both, or a plan, which has its own budget")
+    check_kinds(trace=(trace, Trace), costs=(costs, Costs))
+    check_amounts(budget_bytes=budget_bytes, host_bytes=host_bytes)
     if policy is not None and budget_bytes is not None:
         if placement is not None:
             raise UsageError("placement belongs to a plan")
@@ -55,6 +59,7 @@ def simulate(
             trace, costs, budget_bytes, policy=policy, host_bytes=host_bytes, allocator=Allocator(allocator)
         )
     assert plan is not None
+    check_kinds(plan=(plan, Plan))
     trace, costs, plan = apply_cuts(trace, costs, plan)
     prepared = PreparedTrace(trace, costs, host_bytes=host_bytes)
     return prepared.run(plan, allocator=Allocator(allocator), placement=placement)

@@ -93,7 +93,7 @@ class Options:
         """
         for name in names:
             if name in self.given:
-                raise UsageError(f"{name} does not fit {owner}: {reason}")
+                raise UsageError(f"{owner} takes no {name}: {reason}")
 
 
 def _check_device(device: str) -> None:

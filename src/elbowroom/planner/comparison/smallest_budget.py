@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from elbowroom.errors import Infeasible
+from elbowroom.ir.arguments import check_amounts
 from elbowroom.ir.check import check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
 from elbowroom.planner.options import Manages, find_managed
-from elbowroom.planner.problem import MIN_OFFLOAD_BYTES, check_amounts, plan, pose
+from elbowroom.planner.problem import MIN_OFFLOAD_BYTES, plan, pose
 from elbowroom.planner.slicing.choice import Slices
 
 MOST_TRIES = 12
