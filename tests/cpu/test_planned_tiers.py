@@ -266,7 +266,7 @@ class ForgetsToSettle(Planned):
     """Gives slabs back under what still runs in them."""
 
     def prepare(self, placement: Placement, *, gives_back: bool) -> None:
-        self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=settle)
+        self._blocks._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=settle)
 
 
 def run_programs(kind: type[Planned], folder: pathlib.Path | None, seeds: int) -> list[str]:

@@ -37,7 +37,7 @@ def fill_host(transfers: StreamTransfers) -> None:
     for nbytes in (4096, 512):
         with contextlib.suppress(TierFull):
             while True:
-                transfers._host.reserve(nbytes)
+                transfers._blocks._host.reserve(nbytes)
 
 
 def run_program(
@@ -81,7 +81,7 @@ def test_whatever_comes_back_is_what_left(
     gc.collect()
     assert streams.live_bytes == 0
     assert streams.pinned == {}
-    assert transfers._host.slab_bytes == transfers._host.pinned_bytes == transfers._host.block_bytes == 0
+    assert transfers._blocks._host.slab_bytes == transfers._blocks._host.pinned_bytes == transfers._blocks._host.block_bytes == 0
 
 
 @pytest.mark.parametrize("folder", [None, "disk"])

@@ -232,7 +232,7 @@ def test_nothing_is_left_after_detach(machine: HardwareProfile) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     room = fit(made, NO_LIMIT_BYTES, machine, strategy="offload_all")
-    host = room._transfers._host  # type: ignore[attr-defined]
+    host = room._transfers._blocks._host  # type: ignore[attr-defined]
     for _ in range(4):
         with room.step():
             made[2]()

@@ -72,16 +72,14 @@ def plan(
         min_offload_bytes: smaller storages always stay.
         host_bytes: what the tier below may hold at once; None for any amount. A limit where the costs have no link
             further down; else what is more goes to the disk, and takes longer.
-        manages: "activations", or "everything": the model's state may leave the device as well. Strategies that do not
-            move it (`options.moves_state`) keep it there.
+        manages: "activations", or "everything": model state may leave as well (if `options.moves_state(strategy)`).
         slices: ops that may run in slices if no plan for whole ops fits.
 
     Raises:
         Infeasible: no plan of this strategy is; it names the tier, and the smallest budget that works.
         UnknownMember: there is no such strategy, or no such choice of `manages` or `slices`.
-        UsageError: it has no such option, or an amount of bytes means nothing.
-        TraceError: the trace is not consistent with itself, the costs belong to another one or are no figures to reckon
-            with, or a link moves nothing.
+        UsageError: it has no such option, or an amount of bytes or the type of an argument means nothing.
+        TraceError: the trace is inconsistent, the costs belong to another one, or a figure is invalid.
     """
     check_kinds(trace=(trace, Trace), costs=(costs, Costs))
     check_amount("budget_bytes", budget_bytes)

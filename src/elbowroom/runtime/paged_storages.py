@@ -10,9 +10,7 @@ was not written to since it was last copied leaves without a copy.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +24,7 @@ from elbowroom.hooks.ledger import Ledger
 from elbowroom.native import library
 from elbowroom.runtime.copies import Copy
 from elbowroom.runtime.locks import make_lock
+from elbowroom.runtime.storage_copies import StorageCopies
 from elbowroom.runtime.transfers import Transfers
 from elbowroom.runtime.unwritten_storages import UnwrittenStorages
 
@@ -41,7 +40,7 @@ class PagedStorages:
         make_room: called with the bytes of a storage before it comes back; returns the budget, None between steps.
 
     Attributes:
-        copies: of storages in the tier below, by record.
+        copies: of storages in the tier below.
         table: of the extension; has a record of each storage.
         slicing: held while an op runs in slices, and reads and writes what is away; nothing is restored meanwhile by
             other threads. The lock of the step is acquired before it.
@@ -56,14 +55,12 @@ class PagedStorages:
         self._transfers = transfers
         self._ledger = ledger
         self._make_room = make_room
-        self.copies: dict[Any, Copy] = {}
-        self._leaving = set[Any]()  # their copies are needed
         self._arriving: dict[Any, torch.UntypedStorage] = {}
         self._restoring: dict[Any, object] = {}  # until then the copy has not been written to
         self.unwritten = UnwrittenStorages()
         self.table = self._native.StateTable(self, self.unwritten)
         self.lock = make_lock()
-        transfers.give_up = functools.partial(_give_up_copies, weakref.ref(self))
+        self.copies = StorageCopies(transfers, self.lock)
         self.slicing = make_lock()
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
@@ -87,7 +84,7 @@ class PagedStorages:
         op in slices has already.
         """
         with self.slicing:  # another thread's op in slices comes first
-            copy = self.copies.get(record)
+            copy = self.copies.by_record.get(record)
             restoring = self._restoring.setdefault(record, object())
         if copy is None:
             return True
@@ -121,7 +118,7 @@ class PagedStorages:
         """Begin copying a storage out, unless it has a valid copy."""
         with self.lock, contextlib.suppress(TierError):  # it stays
             record = self.table.add(storage)
-            if record is not None and not record.is_away and self._needs_copy(record):
+            if record is not None and not record.is_away and self.copies.is_missing(record):
                 self._begin_copy(record, storage)
 
     def release(self, storage: torch.UntypedStorage) -> None:
@@ -133,7 +130,7 @@ class PagedStorages:
 
     def begin_reload(self, record: Any) -> None:
         """Begin bringing a storage back. If that fails, it comes back when it is used."""
-        copy = self.copies.get(record)
+        copy = self.copies.by_record.get(record)
         if copy is None or not record.is_away or record in self._arriving or record in self.unwritten.records:
             return
         restoring = self._restoring.setdefault(record, object())
@@ -152,8 +149,8 @@ class PagedStorages:
         """Copy storages out where needed, and free their memory. Return the bytes freed."""
         self.sweep()
         records = list(records)
-        copied_before = [each for each in records if not self._needs_copy(each)]
-        self._leaving.update(records)
+        copied_before = [each for each in records if not self.copies.is_missing(each)]
+        self.copies.leaving.update(records)
         try:
             freed_bytes, errors = self._move_out(records)
             if again := [each for each in copied_before if each in errors]:  # the cause may be over by now
@@ -161,7 +158,7 @@ class PagedStorages:
                 freed_bytes += more_bytes
                 errors = {each: why for each, why in errors.items() if each not in again} | others
         finally:
-            self._leaving.difference_update(records)
+            self.copies.leaving.difference_update(records)
         for record, why in errors.items():
             self._note_refusal(record, why)
         return freed_bytes
@@ -176,16 +173,16 @@ class PagedStorages:
             if storage is None or is_shared(storage):
                 continue
             try:
-                if self._needs_copy(record) and not self._begin_copy(record, storage):
+                if self.copies.is_missing(record) and not self._begin_copy(record, storage):
                     continue
                 begun.append(record)
             except TierError as error:
                 errors[record] = str(error)
         for record in begun:
             try:
-                self._transfers.finish(self.copies[record])
+                self._transfers.finish(self.copies.by_record[record])
             except TierError as error:
-                self._discard_copy(record)
+                self.copies.discard(record)
                 errors[record] = str(error)
                 continue
             if record.empty():
@@ -193,24 +190,13 @@ class PagedStorages:
                 freed_bytes += record.nbytes
         return freed_bytes, errors
 
-    def give_up_copies(self) -> bool:
-        """Give up copies of storages that are in memory. Return whether there were any.
-
-        All that are out of date, or if there are none, the oldest one.
-        """
-        with self.lock:
-            here = [each for each in self.copies if not each.is_away and each not in self._leaving]
-            for record in [each for each in here if each.is_written] or here[:1]:
-                self._discard_copy(record)
-            return bool(here)
-
     def cancel_reloads(self) -> int:
         """Give up what is on its way back. Return the bytes freed."""
         freed_bytes = 0
         while self._arriving:
             record, contents = self._arriving.popitem()
             with contextlib.suppress(TierError):
-                self._transfers.finish(self.copies[record])
+                self._transfers.finish(self.copies.by_record[record])
             del contents
             self._ledger.note_move(-record.nbytes)
             freed_bytes += record.nbytes
@@ -249,7 +235,7 @@ class PagedStorages:
             for record in self.table.sweep():
                 self._arriving.pop(record, None)
                 self._restoring.pop(record, None)
-                if (copy := self.copies.pop(record, None)) is not None:
+                if (copy := self.copies.by_record.pop(record, None)) is not None:
                     self._transfers.discard(copy)
 
     def clear(self) -> None:
@@ -258,18 +244,18 @@ class PagedStorages:
         Raises:
             InternalError: some are not.
         """
-        if nbytes := sum(each.nbytes for each in self.copies if each.is_away and each.storage is not None):
+        if nbytes := sum(each.nbytes for each in self.copies.by_record if each.is_away and each.storage is not None):
             raise InternalError(f"{nbytes} bytes of model state are still away")
         self.table.clear()
-        for copy in self.copies.values():
+        for copy in self.copies.by_record.values():
             self._transfers.discard(copy)
-        self.copies.clear()
+        self.copies.by_record.clear()
 
     def _take_arriving(self, record: Any) -> torch.UntypedStorage | None:
         """Wait for a storage that is on its way back. Returns None if there is none, or its copy failed."""
         with self.lock:
             contents = self._arriving.get(record)
-            copy = self.copies.get(record)
+            copy = self.copies.by_record.get(record)
         if contents is None or copy is None:
             return None
         try:
@@ -281,28 +267,12 @@ class PagedStorages:
             self._arriving.pop(record, None)
         return contents
 
-    def _needs_copy(self, record: Any) -> bool:
-        return record.is_written or record not in self.copies
-
     def _begin_copy(self, record: Any, storage: torch.UntypedStorage) -> bool:
         """Begin copying a storage out. Returns False if an op uses it, which may be writing to it."""
-        self._discard_copy(record)
-        if not record.begin_copy():
+        if not self.copies.begin(record, storage):
             return False
-        try:
-            with Hidden():
-                self.copies[record] = self._transfers.offload(storage)
-        except BaseException:
-            record.is_written = True
-            raise
         self.offloaded_bytes += record.nbytes
         return True
-
-    def _discard_copy(self, record: Any) -> None:
-        record.is_written = True
-        copy = self.copies.pop(record, None)
-        if copy is not None:
-            self._transfers.discard(copy)
 
     def _reload(self, record: Any, copy: Copy) -> torch.UntypedStorage:
         """Begin to read a storage back, into new memory.
@@ -336,11 +306,6 @@ class PagedStorages:
             yield
         finally:
             self._native.enter_scope(before)
-
-
-def _give_up_copies(storages: weakref.ref[PagedStorages]) -> bool:
-    found = storages()
-    return found is not None and found.give_up_copies()
 
 
 def _reload_with_room(transfers: Transfers, ledger: Ledger, copy: Copy, record: Any) -> torch.UntypedStorage:

@@ -135,7 +135,7 @@ class Sections:
         tensor: torch.Tensor
         tensor, record = self._storages.table.make_away(list(like.shape), list(like.stride()), model, nbytes)
         with self._storages.lock:
-            self._storages.copies[record] = copy
+            self._storages.copies.by_record[record] = copy
             self._made.add(record)
         self._native.watch_all_threads()
         return tensor
@@ -150,7 +150,7 @@ class Sections:
             if (record := self.find_away(tensor)) is not None:
                 copy = self._transfers.make_copy(record.nbytes)
                 with self._storages.lock:
-                    former, self._storages.copies[record] = self._storages.copies[record], copy
+                    former, self._storages.copies.by_record[record] = self._storages.copies.by_record[record], copy
                 self._transfers.discard(former)
 
     def forget(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -160,7 +160,7 @@ class Sections:
             if record is None or record not in self._made:
                 continue
             with self._storages.lock:
-                copy = self._storages.copies.pop(record, None)
+                copy = self._storages.copies.by_record.pop(record, None)
                 self._made.discard(record)
             if copy is not None:
                 self._transfers.discard(copy)
@@ -242,12 +242,12 @@ class Sections:
                     self._transfers.finish(copy)
                 with self._storages.lock:
                     records = [self._storages.table.find(tensor.untyped_storage()) for tensor, _ in rewritten]
-                    given_up = [self._storages.copies[record] for record in records]
-                    self._storages.copies.update(zip(records, (copy for _, copy in rewritten), strict=True))
+                    given_up = [self._storages.copies.by_record[record] for record in records]
+                    self._storages.copies.by_record.update(zip(records, (copy for _, copy in rewritten), strict=True))
         finally:
             for copy in given_up:
                 self._transfers.discard(copy)
 
     def _find_copy(self, tensor: torch.Tensor) -> Copy | None:
         record = self._storages.table.find(tensor.untyped_storage())
-        return None if record is None or not record.is_away else self._storages.copies.get(record)
+        return None if record is None or not record.is_away else self._storages.copies.by_record.get(record)

@@ -22,12 +22,13 @@ from typing import TypeVar
 import torch
 
 from elbowroom.cost.transfers import STAGING_BYTES, count_piece_bytes
-from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
+from elbowroom.errors import InternalError, TransferFailed, UsageError
 from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.runtime.copies import Copy, Extents, Record, Records
 from elbowroom.runtime.staging import Staging
 from elbowroom.runtime.stream_copies import StreamCopy
 from elbowroom.runtime.streams import Streams
+from elbowroom.runtime.tier_blocks import TierBlocks
 from elbowroom.runtime.transfers import Finish, check_process, retry_when_full
 from elbowroom.runtime.transfers_in_flight import TransfersInFlight
 from elbowroom.tiers.disk import SpillFile, raise_foreign
@@ -60,12 +61,12 @@ class StreamTransfers:
         self, streams: Streams, host: HostSlabs, spill: SpillFile | None = None, staging_bytes: int = STAGING_BYTES
     ) -> None:
         self._streams = streams
-        self._host = host
-        self._spill = spill
         self._staging = None
         if spill is not None:
             self._staging = Staging(streams, host, spill, count_piece_bytes(host.capacity_bytes, staging_bytes))
         self._in_flight = TransfersInFlight(streams)
+        self._blocks = TierBlocks(host, spill, self._in_flight.wait)
+        self._spill_folder = "" if spill is None else spill.folder
         self._pid = os.getpid()
         settle = weakref.WeakMethod(self._settle)
         self._records = Records(self._restore, lambda record: (lost := settle()) and lost(has_lost=True))
@@ -94,9 +95,7 @@ class StreamTransfers:
         with self._lock:
             self._sweep()
             with self._records.changing():
-                self._host.prepare(placement.lower_bytes, gives_back=gives_back, settle=self._in_flight.wait)
-                if self._spill is not None:
-                    self._spill.prepare(placement.disk_bytes, gives_back=gives_back)
+                self._blocks.prepare(placement, gives_back=gives_back)
                 if self._staging is not None:
                     self._staging.prepare(placement.piece_bytes)
 
@@ -116,7 +115,7 @@ class StreamTransfers:
                 f"a storage on {storage.device} cannot be moved by the transfers of {self._streams.device}; "
                 "fit the part of the model on each device separately"
             )
-        copy, block = self._reserve_copy(storage.nbytes(), lambda: self._place(storage.nbytes(), copy_slot))
+        copy, block = self._reserve_copy(storage.nbytes(), lambda: self._blocks.reserve(storage.nbytes(), copy_slot))
         with self._lock:
             if isinstance(block, SlabBlock):
                 copy.block = block
@@ -157,7 +156,7 @@ class StreamTransfers:
 
     def make_copy(self, nbytes: int) -> StreamCopy:
         check_process(self._pid, nbytes)
-        copy, block = self._reserve_copy(nbytes, lambda: self._reserve(nbytes, None))
+        copy, block = self._reserve_copy(nbytes, lambda: self._blocks.reserve_in_memory(nbytes))
         copy.block = block
         return copy
 
@@ -219,9 +218,8 @@ class StreamTransfers:
         copy.let_go()
         if copy.error is not None:
             error, copy.error = copy.error, None
-            assert self._spill is not None
             raise TransferFailed(
-                f"moving {copy.nbytes} bytes to or from the spill file in {self._spill.folder} failed: {error}"
+                f"moving {copy.nbytes} bytes to or from the spill file in {self._spill_folder} failed: {error}"
             ) from error
 
     def discard(self, copy: Copy) -> None:
@@ -272,56 +270,16 @@ class StreamTransfers:
         self._in_flight.forget_ended()
 
     def _free(self, record: Record) -> None:
-        def give(record: Record) -> None:
-            if isinstance(record.block, SlabBlock):
-                self._host.free(record.block)
-            else:
-                assert self._spill is not None
-                self._spill.free(record.block, record.nbytes)
-
-        self._records.free(record, give)
+        self._records.free(record, self._blocks.free)
 
     def _restore(self, records: list[Record]) -> None:
-        blocks = [record.block for record in records if isinstance(record.block, SlabBlock)]
-        self._host.restore(blocks if self._staging is None else [*blocks, self._staging.block])
-        if self._spill is not None:
-            there = [record for record in records if not isinstance(record.block, SlabBlock)]
-            self._spill.restore([(record.block, record.nbytes) for record in there])
+        self._blocks.restore(records, () if self._staging is None else (self._staging.block,))
 
     def _stop(self) -> None:
         if self._pid == os.getpid():
             self._in_flight.wait()  # for transfers in the staging block, too
         self._stopped = True
-        self._host.close()
-        if self._spill is not None:
-            self._spill.close()
-
-    # Host memory ------------------------------------------------------------------------------------------------
-
-    def _place(self, nbytes: int, copy_slot: CopySlot | None) -> SlabBlock | int:
-        """Reserve a block of host memory, or of the spill file."""
-        at, is_for_disk = (None, False) if copy_slot is None else (copy_slot.offset, copy_slot.is_on_disk)
-        if not is_for_disk or self._spill is None:
-            try:
-                return self._reserve(nbytes, None if is_for_disk else at)
-            except TierFull:
-                if self._spill is None:
-                    raise
-        return self._spill.reserve(nbytes, at if is_for_disk else None)
-
-    def _reserve(self, nbytes: int, at: int | None) -> SlabBlock:
-        try:
-            return self._host.reserve(nbytes, at)
-        except TierFull:
-            if not self._host.fits_after_release(nbytes):
-                raise
-        # Empty slabs are too small. Wait for transfers in them, then free them for a larger slab.
-        logger.debug("freeing empty slabs of host memory for a block of %d bytes", nbytes)
-        self._in_flight.wait()
-        self._host.release_empty()
-        return self._host.reserve(nbytes)
-
-    # The spill file ---------------------------------------------------------------------------------------------
+        self._blocks.close()
 
     def _pass(self, storage: torch.UntypedStorage, copy: StreamCopy, move: Callable[[], None]) -> None:
         with self._in_flight.stalling():
