@@ -27,7 +27,7 @@ class DeviceLedger(CudaLedger):
 
     def __init__(self, device: torch.device) -> None:
         self.memory = CpuLedger()
-        self.refusals = 0
+        self.refusals: list[str] = []
         self.lifts = 0
         super().__init__(device)
         library.load().replace_device_counts(self.memory.scope)
@@ -59,7 +59,7 @@ class DeviceLedger(CudaLedger):
         self.memory.close()
 
     def _refuse(self, requested_bytes: int, missing_bytes: int) -> bool:
-        self.refusals += 1
+        self.refusals.append("")
         raise torch.OutOfMemoryError(f"Out of memory. Tried to allocate {requested_bytes / 2**20:.2f} MiB.")
 
 

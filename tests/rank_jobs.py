@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import elbowroom
+from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
 from tests.native.outside_meter import register_meter
@@ -779,7 +780,10 @@ def end_in_fit(rank: int, call: str, profile: HardwareProfile) -> None:
 def _end(how: str) -> None:
     if how == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "waits for itself":
+    elif how.startswith("waits"):
+        if how == "waits after a refusal":
+            with contextlib.suppress(Infeasible):
+                torch.randn(1 << 22)
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()

@@ -117,7 +117,7 @@ class RunningStep:
         runner, capture = self.runner, self._capture
         with serving(self._job.device), self._attached as stack:
             stack.enter_context(self._ledger.counting(self._lease.device_bytes, self._make_room))
-            self._ledger.refusals = 0
+            self._ledger.refusals.clear()
             self._meter.start()
             stack.callback(self._meter.stop)
             self._limit_growth()
@@ -149,7 +149,7 @@ class RunningStep:
     @property
     def was_refused(self) -> bool:
         """True if the step was refused memory."""
-        return self._ledger.refusals > 0
+        return bool(self._ledger.refusals)
 
     @property
     def may_hide_saves(self) -> bool:
@@ -223,11 +223,11 @@ class RunningStep:
         Raises:
             Infeasible: the request would exceed the budget, and nothing can leave.
         """
-        refusals = self._ledger.refusals
+        former = len(self._ledger.refusals)
         try:
             return self._find_room(requested_bytes, missing_bytes)
-        except BaseException:
-            self._ledger.refusals = refusals + 1
+        except BaseException as error:
+            self._ledger.refusals[former:] = [f"{type(error).__name__}: {error.args[0] if error.args else ''}"]
             raise
 
     def _find_room(self, requested_bytes: int, missing_bytes: int) -> bool:

@@ -101,7 +101,7 @@ def test_room_is_made_after_an_op_that_took_more_than_expected(
                 draw()
             return
         more = draw()
-        assert ledger.live_bytes <= budget_bytes and ledger.refusals == 0
+        assert ledger.live_bytes <= budget_bytes and not ledger.refusals
         assert noise.max() > 0 and more.max() > 0
         del noise, more
         kept.backward()

@@ -160,6 +160,8 @@ FAILURES = {
     "is killed": r"rank 0 noticed that rank 1 \(process \d+\) has ended; its last sign of life: .* \d+ bytes",
     "hangs": r"rank 0 ends .* rank 1 gives no sign of life for \d+ s; its last: holding \d+ bytes",
     "waits for itself": r"rank 0 ends .* no rank has run for 5 s: rank 0 at .*rank_jobs.py.*, rank 1 at .*\(_end\)",
+    "waits after a refusal": r"no rank has run for 5 s: .*, rank 1 at .* \(holding \d+ bytes, after Infeasible: the "
+    r"step cannot run within 4.0 MiB .* are needed at once when aten.randn.default runs",
     "does not fit": r"rank 1: Infeasible: the step cannot run within 4.0 MiB .*\(\d+ bytes\) are needed at once when",
 }
 """What happens to rank 1, and what the other one says."""
@@ -177,8 +179,7 @@ def failed(
 ) -> dict[str, tuple[list[End], list[str]]]:
     """How the ranks end after each failure, and the files that they leave; "" for ranks that survive theirs."""
 
-    def run(how: str) -> tuple[list[End], list[str]]:
-        folder = tmp_path_factory.mktemp("failure")
+    def run(how: str, folder: pathlib.Path) -> tuple[list[End], list[str]]:
         (folder / "spill").mkdir()
         if not how:
             return run_ranks(folder, "survive", profile, seconds=100), []
@@ -186,8 +187,9 @@ def failed(
         return ends, [each.name for each in (folder / "spill").iterdir()]
 
     ways = ["", *FAILURES] if pytestconfig.getoption("slow") else [QUICK_FAILURE]
+    folders = [tmp_path_factory.mktemp("failure") for _ in ways]
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        return dict(zip(ways, threads.map(run, ways), strict=True))
+        return dict(zip(ways, threads.map(run, ways, folders), strict=True))
 
 
 @pytest.mark.slow

@@ -81,7 +81,8 @@ def test_whatever_comes_back_is_what_left(
     gc.collect()
     assert streams.live_bytes == 0
     assert streams.pinned == {}
-    assert transfers._blocks._host.slab_bytes == transfers._blocks._host.pinned_bytes == transfers._blocks._host.block_bytes == 0
+    host = transfers._blocks._host
+    assert host.slab_bytes == host.pinned_bytes == host.block_bytes == 0
 
 
 @pytest.mark.parametrize("folder", [None, "disk"])

@@ -36,7 +36,7 @@ class CpuLedger:
 
     def __init__(self) -> None:
         self.moves: list[tuple[int, int]] | None = None
-        self.refusals = 0
+        self.refusals: list[str] = []
         self._native = library.load()
         self.scope: Any = self._native.make_scope()
         self._make_room: MakeRoom | None = None

@@ -46,7 +46,7 @@ class CudaLedger:
         self._beyond_bytes = 0  # may be reserved beyond the limit
         self._is_lifted = False
         self.moved_bytes = 0
-        self.refusals = 0
+        self.refusals: list[str] = []
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         pass

@@ -20,10 +20,10 @@ class Ledger(Protocol):
     """Counts the bytes of one room.
 
     Attributes:
-        refusals: how often the running or last step was refused memory, so that the program got an error.
+        refusals: messages of the errors that the program got in the running or last step, as there was no memory.
     """
 
-    refusals: int
+    refusals: list[str]
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were there before, without making room. Each storage is counted once."""

@@ -147,7 +147,7 @@ class RankMonitor:
         is_stuck = activity is not None and activity.look() > self._group.timeout_seconds
         if is_stuck != self._is_stuck:
             self._is_stuck = is_stuck
-            place = activity.describe_place() if is_stuck and activity is not None else ""
+            place = f"{activity.describe_place()} ({self._describe()})" if is_stuck and activity is not None else ""
             self._store.set(self._name_stuck(self._group.rank), place)
 
     def _find_all_stuck(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
@@ -45,7 +46,7 @@ class Ranks:
     def __init__(self, group: RankGroup, greetings: Sequence[Greeting], model: torch.nn.Module, ledger: Ledger) -> None:
         self.group = group
         self._replicas = find_replicas(model)
-        self._monitor = RankMonitor(group, greetings, lambda: f"holding {ledger.live_bytes} bytes")
+        self._monitor = RankMonitor(group, greetings, functools.partial(_describe, ledger))
         self.budget_bytes = min(each.budget_bytes for each in greetings)
 
     def may_run_alone(self) -> bool:
@@ -114,6 +115,11 @@ def find_members(model: torch.nn.Module) -> tuple[int, ...]:
     if replicas and shards and found not in (replicas, shards):
         found = set(range(dist.get_world_size()))  # replicas of shards: other ranks are linked by those of this one
     return tuple(sorted(found)) if len(found) > 1 else ()
+
+
+def _describe(ledger: Ledger) -> str:
+    refused = f", after {ledger.refusals[-1].partition('. ')[0]}" if ledger.refusals else ""
+    return f"holding {ledger.live_bytes} bytes{refused}"
 
 
 def _greet(model: torch.nn.Module, config: Config, budget_bytes: int) -> Greeting:

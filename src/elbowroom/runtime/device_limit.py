@@ -93,14 +93,14 @@ class DeviceLimit:
             Infeasible: nothing more may leave, and the op is refused.
         """
         with self._lock:
-            refusals = self._guard.ledger.refusals
+            former = len(self._guard.ledger.refusals)
             try:
                 self._evict(op, nbytes, leaves_plan=not self._guard.is_left_to_plan, is_guess=not is_known)
             except Infeasible:
                 # What cuDNN takes varies a little, and perhaps no slices have the same bits.
                 if is_known and is_sliceable and self._guard.count_missing(nbytes) > POOL_PAGE_BYTES:
                     raise
-                self._guard.ledger.refusals = refusals
+                del self._guard.ledger.refusals[former:]
 
     def lift_limit(self) -> None:
         """Have the allocator refuse nothing that the device has, until `restore_limit`."""

@@ -193,7 +193,6 @@ class MemoryGuard:
 
     def refuse(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
         """Note that an allocation is refused. Return the error: a lower bound, as what comes after is not known."""
-        self.ledger.refusals += 1
         listed = self._list_residents() if may_look(self._thread) else []
         residents = [each for each in listed if each.device.type == self._device.type]
         storages = [storage for each in residents if (storage := get_any_storage(each)) is not None]
@@ -218,6 +217,7 @@ class MemoryGuard:
             state_bytes=state_bytes,
             note=self._note(what, here),
         )
+        self.ledger.refusals.append(f"{type(error).__name__}: {error.args[0]}")
         return note_evidence(error, self._complete_error)
 
     def _note(self, op: str, here: Sequence[torch.UntypedStorage]) -> str:

@@ -348,14 +348,14 @@ def _begin_update(pager: weakref.ref[StatePager], tensors: Sequence[torch.Tensor
         TierError, Infeasible: there is no room, because the tier below has not taken all that was to leave.
     """
     found = pager()
-    refusals = 0 if found is None else found._ledger.refusals
+    former = 0 if found is None else len(found._ledger.refusals)
     try:
         begin_update(tensors)  # as an op, so that plans bring them back, and keep them
         return () if found is None else found._hold(tensors)
     except NO_ROOM:
         if found is None or found.storages.refusal:
             raise
-        found._ledger.refusals = refusals  # the program gets no error
+        del found._ledger.refusals[former:]  # the program gets no error
         return None
 
 
