@@ -279,6 +279,8 @@ class OptimizerSteps:
             self._ends_at_next_call = True
             return
         if not self._is_running:
+            if getattr(getattr(optimizer, "_join_config", None), "enable", False):
+                return  # `torch.distributed.algorithms.Join` has it step for ranks that still have batches
             if id(optimizer) not in self._missed:  # torch.distributed.checkpoint has optimizers make their state so
                 self._missed.add(id(optimizer))
                 if self._calls is not None:

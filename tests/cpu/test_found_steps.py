@@ -315,6 +315,23 @@ def test_steps_that_are_found_late_are_told(profile: HardwareProfile, caplog: py
     assert caplog.text.count("the calls of the model do not tell where training steps begin") == 1
 
 
+def test_updates_for_ranks_that_have_batches_left(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
+    """`Join` has a `ZeroRedundancyOptimizer` step so, without a call of the model."""
+    job = make_state_job()
+    (optimizer,) = job.optimizers
+    with elbowroom.fit(job.model, optimizer, PLENTY, profile=profile) as room:
+        for _ in plainest(job):
+            pass
+        optimizer._join_config = mock.Mock(enable=True)  # type: ignore[attr-defined]
+        for _ in range(3):
+            optimizer.step()
+        del optimizer._join_config  # type: ignore[attr-defined]
+        for _ in plainest(job):
+            pass
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(room.journal().steps) == 2 * STEPS
+
+
 def test_a_new_optimizer_ends_steps(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
     job = make_state_job()
     with caplog.at_level(logging.WARNING, "elbowroom"), fit(job, profile, PLENTY) as room:
