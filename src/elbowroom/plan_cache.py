@@ -267,6 +267,8 @@ class PlanCache:
             planned = self.plan_step(trace, costs)
             return [dataclasses.replace(entry, planned=planned, busy_seconds=[], is_proven=False, is_short=False)]
         except Infeasible as error:
+            if error.needed_bytes <= self.lease.device_bytes:
+                raise  # the tier below is too small
             if regroups:
                 trace = leave_out_unused_state(trace, self.planner.config.min_offload_bytes)
             obstacle = self.planner.find_obstacle(

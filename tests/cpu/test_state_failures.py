@@ -213,6 +213,26 @@ def test_too_little_room_below_for_an_update(profile: HardwareProfile) -> None:
     assert any("some parameters may be updated" in each for each in caught.value.__notes__)
 
 
+@pytest.mark.parametrize("host_parts", [2, 3])
+def test_a_smaller_budget_needs_room_below(host_parts: int, profile: HardwareProfile) -> None:
+    """It is refused before a step begins, and the job goes on within the former one."""
+    job = make_job(adamw)
+    host_bytes, budget_bytes = host_parts * PARAMETER_BYTES, 11 * PARAMETER_BYTES // 5
+    with fit(job, profile, 6 * PARAMETER_BYTES, mode="auto", host_bytes=host_bytes) as room:
+        for index in range(7):
+            if index == 4 and host_parts == 2:
+                with pytest.raises(Infeasible, match=r"in the tier below the device: the plan needs .* there"):
+                    room.set_budget(budget_bytes)
+            elif index == 4:
+                room.set_budget(budget_bytes)
+            with room.step():
+                job.step(index)
+    plain = make_job(adamw)
+    for index in range(7):
+        plain.step(index)
+    assert_same(list_tensors(job), list_tensors(plain))
+
+
 @pytest.mark.parametrize("mode", ["dynamic", "auto"])
 def test_copies_of_what_is_in_memory_are_given_up(mode: str, profile: HardwareProfile) -> None:
     """Those of all state, and of the activations beside it, have no room below."""
