@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable
 
 import pytest
@@ -137,6 +138,23 @@ def test_the_quick_list_of_what_lasts_has_the_same_tensors(kind: str) -> None:
     assert tell(list_resident_tensors(model, [optimizer])) == tell(each.tensor for each in labelled)
     assert strange.grad.data_ptr() in tell(each.tensor for each in labelled)  # type: ignore[union-attr]
     assert {Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE} == {each.role for each in labelled}
+
+
+def test_tensors_that_stand_for_parameters_have_no_gradients() -> None:
+    """Those that `functional_call` is given need not be leaves, and PyTorch warns of their gradients."""
+
+    class Listing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            listed.extend((len(list_resident_tensors(self, [])), len(list_residents(self, []))))
+            return super().forward(x)
+
+    listed: list[int] = []
+    model = Listing(4, 4)
+    given = {name: 2 * each for name, each in model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.func.functional_call(model, given, (torch.ones(1, 4),))
+    assert listed == [2, 2]
 
 
 class Looks(nn.Module):

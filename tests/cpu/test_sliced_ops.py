@@ -376,3 +376,44 @@ def test_an_op_that_the_system_refuses_memory_runs_in_slices(profile: HardwarePr
             if sliced_ops := room.metrics().get("sliced_ops", 0):
                 break
     assert sliced_ops >= 1
+
+
+class Ragged(nn.Module):
+    """Attention over sequences of other lengths, in a jagged nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nested = torch.nested.nested_tensor([x[:50], x[50:130], x[130:]], layout=torch.jagged)
+        heads = self.inner(nested).unflatten(-1, [4, 16]).transpose(1, 2)
+        found = functional.scaled_dot_product_attention(heads, heads, heads)
+        return found.transpose(1, 2).flatten(-2).values()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_not_cut(profile: HardwareProfile) -> None:
+    def make() -> StateJob:
+        return make_job(Ragged, (256, 64), adamw)
+
+    plain, job = make(), make()
+    with elbowroom.fit(job.model, job.optimizers, 1 << 30, profile=profile, min_offload_bytes=MIN_BYTES) as room:
+        for index in range(STEPS):
+            with room.step():
+                assert torch.equal(job.step(index), plain.step(index))
+    assert_same(list_tensors(job), list_tensors(plain))
+
+
+def test_sparse_gradients_are_not_cut(profile: HardwareProfile) -> None:
+    model = nn.EmbeddingBag(2000, 64, sparse=True, mode="sum")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget_bytes = sum(each.nbytes for each in model.parameters()) + (100 << 10)
+
+    def step() -> None:
+        model(torch.arange(2000).reshape(20, 100)).square().mean().backward()
+        optimizer.step()
+
+    with elbowroom.fit(model, optimizer, budget_bytes, profile=profile) as room:  # noqa: SIM117
+        with pytest.raises(Infeasible), room.step():
+            step()
