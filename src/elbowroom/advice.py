@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.errors import Infeasible
+from elbowroom.hooks.grouped_step import PARTLY_UPDATED, find_groupable
 from elbowroom.runtime.shortage import locate_shortage
 from elbowroom.units import format_bytes
 
@@ -30,6 +31,20 @@ def complete(error: Infeasible, model: torch.nn.Module, optimizers: Sequence[Opt
     """Add the place and advice to an error that ends a step. Arguments: as for `advise`."""
     locate_shortage(error, model)
     advise(error, model, optimizers, moves_state=moves_state)
+
+
+def note_torn_update(error: Exception, optimizers: Sequence[Optimizer]) -> None:
+    """Add a note to an error in the step of an optimizer, if that runs whole: groups of parameters add their own."""
+    whole = [each for each in optimizers if each not in find_groupable(optimizers)]
+    place = error.__traceback__
+    while place is not None:
+        frame = place.tb_frame
+        code = frame.f_code
+        own = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "step" and code.co_argcount else None
+        if any(own is each for each in whole):
+            error.add_note(PARTLY_UPDATED)
+            return
+        place = place.tb_next
 
 
 def _find_advice(

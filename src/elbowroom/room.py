@@ -354,6 +354,10 @@ class Room:
         """Remove the room from the model. Graphs that are still alive can still run their backward pass.
 
         A running step of this thread is aborted. What the room has learned and measured stays; the model does not.
+
+        Raises:
+            UsageError: another thread runs a step.
+            TierError: model state that is away cannot be read back.
         """
         if self._detached:
             return
@@ -376,7 +380,8 @@ class Room:
             return
         if not self._steps.has_begun:
             logger.warning("a room was dropped before its first step: keep what elbowroom.fit returns while you train")
-        self.detach()
+        with contextlib.suppress(UsageError):
+            self.detach()
 
     def __enter__(self) -> Room:
         _require_attached(self)

@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 
-from elbowroom.advice import complete
+from elbowroom.advice import complete, note_torn_update
 from elbowroom.agreed_plans import AgreedPlans
 from elbowroom.bytes_beside import BytesBeside, count_live
 from elbowroom.capture_schedule import CaptureSchedule
@@ -125,12 +125,14 @@ class StepModes:
                 if isinstance(error, Infeasible):
                     self._complete_error(error)
                     error.completion = None
+                note_torn_update(error, self._job.optimizers)
                 # A notebook keeps the last traceback, whose frames would keep tensors alive.
                 clear_frames(error)
                 if self._running is not None and (begun_as := self._running.expected) is not None:
                     self._cache.remove(begun_as)  # the next step is observed from its beginning
                 raise
             except TierError as error:
+                note_torn_update(error, self._job.optimizers)
                 clear_frames(error)
                 raise
             finally:

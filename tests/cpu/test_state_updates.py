@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.optim import adam
 
-from elbowroom.errors import Infeasible, TransferFailed
+from elbowroom.errors import Infeasible, TierFull, TransferFailed
 from elbowroom.hooks.grouped_step import find_groupable
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
@@ -342,3 +342,29 @@ def test_a_refused_update_of_which_a_part_is_done_is_told(profile: HardwareProfi
         with pytest.raises(Infeasible) as caught, room.step():
             job.step(0)
     assert any("partly, so go on from a checkpoint" in each for each in caught.value.__notes__)
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer of a program's own, of which Elbowroom knows nothing."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+            parameter.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=0.1)
+
+
+def test_an_update_of_an_unknown_optimizer_that_fails_is_told(profile: HardwareProfile) -> None:
+    job = make_job(Momentum)
+    before = list_tensors(job)
+    host_bytes = 5 * PARAMETER_BYTES // 4
+    with fit(job, profile, 3 * PARAMETER_BYTES // 2, host_bytes=host_bytes) as room:  # noqa: SIM117
+        with pytest.raises((TierFull, Infeasible)) as caught, room.step():
+            job.step(0)
+    assert any("some parameters may be updated" in each for each in caught.value.__notes__)
+    changed = [not torch.equal(each, before[name]) for name, each in job.model.named_parameters()]
+    assert any(changed) and not all(changed)
