@@ -101,6 +101,7 @@ class CapturedSteps:
                 measurements = capture.measure(trace, record.seconds, record.stall_seconds)
                 self._agreed.captured = CapturedStep(trace, measurements, calls)
             return
+        self._cache.record_capture(list_sizes(trace))
         if not (capture.is_settled and is_whole) and self._schedule.captures < self._job.config.settling_steps:
             return
         cache, self._schedule.captures = self._cache, 0

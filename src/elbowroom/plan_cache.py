@@ -47,6 +47,9 @@ GAIN = 0.1
 STEADY = 16
 """Consecutive expected steps after which the next step is assumed to be of the expected kind."""
 
+VARYING = 0.02
+"""Share by which plain steps of one kind hold more or less than each other at most."""
+
 RECENT = 16
 """Steps that tell whether kinds recur."""
 
@@ -75,7 +78,8 @@ class PlanCache:
         self.planner = planner
         self.entries: list[PlanCacheEntry] = []
         self._seen: OrderedDict[int, float] = OrderedDict()  # seconds that plans would have saved
-        self._steady = STEADY
+        self._steady = STEADY - 1  # one step tells nothing of the next
+        self._captured: tuple[int, ...] = ()  # kind of the last captured step
         self._recent: deque[int | None] = deque(maxlen=RECENT)  # kinds of steps; None for a known one
 
     @property
@@ -85,7 +89,7 @@ class PlanCache:
 
     @property
     def varies(self) -> bool:
-        """True if recent steps were of several kinds."""
+        """True if recent steps were of several kinds, or only one step is known."""
         return self._steady < STEADY
 
     @property
@@ -94,6 +98,20 @@ class PlanCache:
         return len(self._recent) == RECENT and self._recent.count(None) < FEW
 
     # -- hits and misses -----------------------------------------------------------------------------------------
+
+    def record_capture(self, sizes: Sequence[int]) -> None:
+        """Record that a step was captured. `sizes`: as for `record_miss`."""
+        former, self._captured = self._captured, self.name_kind(sizes)
+        if former == self._captured:
+            self._steady += 1
+        elif former:
+            self._steady = 0
+
+    def record_growth(self, entry: PlanCacheEntry, growth_bytes: int) -> None:
+        """Record how much a plain step of a kind held beyond what was there before it."""
+        if entry.growth_bytes and abs(growth_bytes - entry.growth_bytes) > VARYING * entry.growth_bytes:
+            self._steady = 0
+        entry.growth_bytes = max(entry.growth_bytes, growth_bytes)
 
     def record_hit(self, entry: PlanCacheEntry, calls: Counter[Inputs]) -> None:
         """Record that a step was of a known kind. `calls`: of the model during the step."""

@@ -183,7 +183,7 @@ class StepModes:
         self._cache.record_hit(entry, step.calls)
         self._cache.calibrate_time(entry, record)
         peak_bytes = record.peak_bytes or 0
-        entry.growth_bytes = max(entry.growth_bytes, peak_bytes - meter.base_bytes)
+        self._cache.record_growth(entry, peak_bytes - meter.base_bytes)
         if peak_bytes > self._cache.lease.device_bytes:  # on CUDA, where the ledger does not ask for room
             self._cache.remove(entry)
 
