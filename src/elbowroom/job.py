@@ -52,8 +52,11 @@ class Job:
 
     def name_trained(self) -> tuple[int, ...]:
         """Return what tells the optimizers' parameters that get gradients from others: their ids."""
-        groups = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
-        return tuple(id(each) for group in groups for each in group if each.requires_grad)
+        found: list[int] = []  # of some hundred parameters in each step
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                found += [id(each) for each in group["params"] if each.requires_grad]
+        return tuple(found)
 
     @functools.cached_property
     def optimizer_states(self) -> OptimizerStates:
