@@ -23,7 +23,7 @@ from elbowroom.ir.trace import Trace, release_unneeded
 from elbowroom.planned_step import PlannedStep, forecast_plan
 from elbowroom.planner.interruption import passing_interruptions
 from elbowroom.planner.optimizer_parts import find_peak_beside_updates
-from elbowroom.planner.options import Manages
+from elbowroom.planner.options import Manages, find_managed
 from elbowroom.planner.plain import keep_all_if_it_fits
 from elbowroom.planner.problem import fit_slices, pose
 from elbowroom.planner.problem import plan as make_plan
@@ -33,6 +33,10 @@ from elbowroom.planning_times import BRIEF, LEVELS, QUICK, SEARCH, PlanningTimes
 from elbowroom.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+KEEPS_STATE = (
+    'Plans of strategy="{}" keep parameters, gradients and optimizer state on the device; "auto" can move them.'
+)
 
 STAGES = {SEARCH: ENOUGH, BRIEF: ENOUGH, QUICK: 0.0}
 """Share of the stages of compiling to wait for before a strategy plans; all for others. The quick one has few loops."""
@@ -146,7 +150,12 @@ class StepPlanner:
     def _choose_plan(self, trace: Trace, costs: Costs, lease: Lease, first: str, *, climbs: bool) -> Plan:
         strategy = self.config.strategy
         if strategy != SEARCH:
-            return self._make_plan(trace, costs, lease, strategy)
+            try:
+                return self._make_plan(trace, costs, lease, strategy)
+            except Infeasible as error:
+                if find_managed(strategy, self.config.manages) != self.config.manages:
+                    error.add(KEEPS_STATE.format(strategy))
+                raise
         if (plan := keep_all_if_it_fits(trace, costs, lease.device_bytes)) is not None:
             return plan
         for level, better in itertools.pairwise(LEVELS[LEVELS.index(first) :]):
