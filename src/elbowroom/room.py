@@ -178,13 +178,15 @@ class Room:
             memory_budget: as for `elbowroom.fit`.
 
         Raises:
-            UsageError: the budget is malformed, a step is running, or the room is detached.
+            UsageError: the budget is malformed, a step is running, the budget is a lease, or the room is detached.
             Infeasible: the job already holds more, or no plan of the next step fits. The old budget stays in force.
         """
         _require_attached(self)
         self._steps.abort_found()
         if self._steps.is_inside:
             raise UsageError("set_budget() inside a step: call it between steps")
+        if (shared := self._steps.shared) is not None:
+            shared.check_change()
         budget_bytes = parse_budget(memory_budget, self._job.device)
         if self._job.moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
             self._pager.make_room_between_steps(held_bytes - budget_bytes)

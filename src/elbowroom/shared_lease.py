@@ -97,7 +97,7 @@ class SharedLease:
     ) -> None:  # fmt: skip
         self._config = config
         self._needs_broker = config.without_broker == "stop"
-        self._is_refused = self._rests = False
+        self._is_refused = self._rests = self._is_changing = False
         self._use = LeaseUse.FREE
         self._job = job or uuid.uuid4().hex
         self._fronts = JobFront(config)
@@ -109,6 +109,18 @@ class SharedLease:
         )  # fmt: skip
         self._client.on_beat = functools.partial(_leave_without, weakref.ref(self), self._client)
         self._lent = LentBytes(self._client, self._floor_bytes)
+
+    def check_change(self) -> None:
+        """Check that a change of the room's budget is one of the lease.
+
+        Raises:
+            UsageError: it is the program's.
+        """
+        if not self._is_changing:
+            raise UsageError(
+                "the budget of this room is its lease of a shared device, which the broker changes: for another one, "
+                "detach the room, and pass a number as memory_budget"
+            )
 
     def check_free(self, config: Config) -> None:
         """Check that a room can have this lease.
@@ -261,6 +273,7 @@ class SharedLease:
             self._client.confirm(grant, room.move_state_out())
             self._wait(grant)
             return
+        self._is_changing = True
         try:
             if grant.nbytes != room.budget_bytes:
                 room.set_budget(grant.nbytes)
@@ -281,6 +294,8 @@ class SharedLease:
                 self._fronts.forget()  # the next step reports its front
             self._wait(grant)
             return
+        finally:
+            self._is_changing = False
         self._client.confirm(grant, grant.nbytes)
         logger.info("the lease is %s now", format_bytes(grant.nbytes))
 

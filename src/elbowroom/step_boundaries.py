@@ -81,8 +81,8 @@ class StepBoundaries:
                 self._found = None
 
     def abort_found(self) -> None:
-        """Abort a running step that was found, as no `with` of the program ends it."""
-        if self._found is not None:
+        """Abort a running step that was found, as no `with` of the program ends it. One that begins goes on."""
+        if self._found is not None and self.is_inside:
             self._found.end(StepAborted())
 
     def close(self) -> None:

@@ -291,7 +291,7 @@ def test_nothing_of_ours_is_compiled(how: str, kind: Callable[..., nn.Module], p
     with elbowroom.fit(model, [], PLENTY, profile=profile) as room:
         assert train(room.step) == frames
         modes = [record.mode for record in room.journal().steps]
-    assert modes[1] is Mode.PLAIN and modes[3] is not Mode.PLAIN
+    assert modes[2] is Mode.PLAIN and modes[3] is not Mode.PLAIN
     assert modes[4] is not Mode.PLAIN or (how == "torch.compile" and kind is nn.Sequential)
 
 

@@ -129,10 +129,18 @@ def test_a_backward_pass_that_was_refused_is_dropped(profile: HardwareProfile) -
     assert storage.expired() and list_threads() == before
 
 
-@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+@pytest.mark.parametrize(
+    "context",
+    [
+        torch.inference_mode, torch.no_grad, lambda: torch.device("meta"),
+        lambda: torch.autograd.graph.disable_saved_tensors_hooks("no hooks"),
+    ],
+)  # fmt: skip
 def test_a_failed_backward_pass_is_dropped_in_any_mode(context: Callable[[], Any]) -> None:
     with context():
+        before = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         forget_failed_backward()
+        assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() == before
     assert torch.func.grad(lambda x: forget_failed_backward() or x * x)(torch.tensor(3.0)) == 6
 
 

@@ -108,14 +108,15 @@ def test_three_jobs_within_half_of_their_peaks(folder: pathlib.Path, profile: Ha
     assert 0 < count_most_bytes([each["levels"] for each in found.values()]) <= DEVICE_MIB << 20
 
 
+@pytest.mark.parametrize("tells_steps", [False, True])
 def test_a_room_follows_its_lease(
-    folder: pathlib.Path, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+    tells_steps: bool, folder: pathlib.Path, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 1))
     optimizer = torch.optim.AdamW(model.parameters())
 
     def train(room: elbowroom.room.Room) -> None:  # type: ignore[name-defined]
-        with room.step():
+        with room.step() if tells_steps else contextlib.nullcontext():
             model(torch.ones(2048, 64)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -134,6 +135,8 @@ def test_a_room_follows_its_lease(
         (job,) = ask_status(find_address("cpu")).jobs
         assert job.lease_bytes == room.budget_bytes < 64 << 20  # from its front, no longer a guess
         assert job.floor_bytes <= job.lease_bytes <= job.wanted_bytes
+        with pytest.raises(UsageError, match="its lease of a shared device, which the broker changes"):
+            room.set_budget(64 << 20)
         before = [each.tolist() for each in model.parameters()]
         assert room.move_state_out() < sum(each.nbytes for each in model.parameters()) // 4
         assert [each.tolist() for each in model.parameters()] == before

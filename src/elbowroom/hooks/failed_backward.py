@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,6 +21,18 @@ def forget_failed_backward() -> None:
         return  # functions that import are of no use any more
     if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
-    hides = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # the program's are not called
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), hides:
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), _hiding_hooks():
         torch.ones((), device="cpu", requires_grad=True).clone().backward()
+
+
+@contextlib.contextmanager
+def _hiding_hooks() -> Iterator[None]:
+    """Have none of the program's saved-tensor hooks called, although it may have forbidden others."""
+    forbids: str | None = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    torch._C._autograd._saved_tensors_hooks_enable()
+    try:
+        with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
+            yield
+    finally:
+        if forbids is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(forbids)

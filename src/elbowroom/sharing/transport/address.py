@@ -7,6 +7,7 @@ import fcntl
 import os
 import pathlib
 import re
+import shlex
 import stat
 
 from elbowroom._folders import find_temporary
@@ -150,5 +151,5 @@ def _check_own(path: pathlib.Path, kind: str, is_kind: object) -> None:
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise UsageError(
             f"others can open {path} (mode {stat.S_IMODE(found.st_mode):o}): take that permission away "
-            f"(chmod go= {path}), or set {FOLDER_VARIABLE} to another folder"
+            f"(chmod go= {shlex.quote(os.fspath(path))}), or set {FOLDER_VARIABLE} to another folder"
         )
