@@ -27,6 +27,8 @@ MOST_WITHOUT_NEEDS = 4
 """Limit on the evaluations in a row that are captured in expectation of a training step."""
 
 UNKNOWN = "it is not known what these steps do"
+IN_SLICES = "The captured step ran in slices, so a budget below this number may do."
+
 NO_PLAN = "no plan fits the budget, so ops run in slices if need be"
 
 

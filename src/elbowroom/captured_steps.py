@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 
 from elbowroom.agreed_plans import AgreedPlans, CapturedStep
-from elbowroom.capture_schedule import NO_PLAN, CaptureSchedule, explain_no_plan
+from elbowroom.capture_schedule import IN_SLICES, NO_PLAN, CaptureSchedule, explain_no_plan
 from elbowroom.errors import Infeasible, TraceError
 from elbowroom.hooks.input_guard import Inputs
 from elbowroom.ir.costs import Measurements
@@ -72,6 +72,8 @@ class CapturedSteps:
             leaves_out = LeavesOut.of(may_leave_out, is_watched=self._pager.is_active)
             cache.add(trace, trace_digest, measurements, leaves_out)
         except Infeasible as error:
+            if self._sliced_ops.has_run:
+                error.add(IN_SLICES)
             if not (self.is_paging or has_run or cache.entries):
                 obstacle = cache.planner.find_obstacle(trace, trace_digest, measurements, cache.lease)
                 if obstacle is not None:

@@ -26,6 +26,7 @@ class Metering:
         ledger: counts the bytes that the room holds.
 
     Attributes:
+        budget_bytes: in force in the running step.
         largest_growth_bytes: most bytes that a step held beyond those that existed before it.
         sliced: of the ops that ran in slices.
     """
@@ -36,6 +37,7 @@ class Metering:
         self._ledger = ledger
         self._journal_writer = JournalWriter()
         self._has_refused = False
+        self.budget_bytes = 0
         self.largest_growth_bytes = 0
         self.sliced = SliceFigures()
 
@@ -70,6 +72,7 @@ class Metering:
             mode=mode,
             seconds=seconds,
             stall_seconds=transfers.stall_seconds,
+            budget_bytes=self.budget_bytes,
             peak_bytes=meter.peak_bytes or None,
             resident_bytes=meter.resident_bytes or None,
             offloaded_bytes=transfers.offloaded_bytes,

@@ -115,6 +115,7 @@ class StepModes:
         self._between_steps.end()
         with contextlib.nullcontext() if agreed is None else agreed.step():
             entry, self._running = self._cache.current, None
+            self._metering.budget_bytes = self._cache.lease.device_bytes
             try:
                 if entry is not None:
                     self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)

@@ -59,8 +59,8 @@ def _make_nouns() -> dict[str, Any]:
         alignment_bytes=512,
     )
     record = StepRecord(
-        step=0, mode=Mode.DRIFTED, seconds=0.1 + 0.2, stall_seconds=1e-300, peak_bytes=2**62, resident_bytes=1,
-        offloaded_bytes=2, reloaded_bytes=3, recomputed=4, saves=5, needs=6, note="why\nnot"
+        step=0, mode=Mode.DRIFTED, seconds=0.1 + 0.2, stall_seconds=1e-300, budget_bytes=7, peak_bytes=2**62,
+        resident_bytes=1, offloaded_bytes=2, reloaded_bytes=3, recomputed=4, saves=5, needs=6, note="why\nnot"
     )  # fmt: skip
     return {
         "trace": _name_modules(trace),

@@ -38,7 +38,9 @@ EMPTY = Journal(steps=())
 
 def record(step: int, mode: Mode, **fields: object) -> StepRecord:
     """One step of a journal; what is not given is 0, and not metered."""
-    values: dict[str, object] = dict.fromkeys(("stall_seconds", "offloaded_bytes", "reloaded_bytes", "recomputed"), 0)
+    values: dict[str, object] = dict.fromkeys(
+        ("stall_seconds", "budget_bytes", "offloaded_bytes", "reloaded_bytes", "recomputed"), 0
+    )
     values |= {"peak_bytes": None, "resident_bytes": None, "seconds": 1.0, "saves": 4, "needs": 4, "note": ""} | fields
     return StepRecord(step=step, mode=mode, **values)  # type: ignore[arg-type]
 
@@ -167,6 +169,21 @@ def test_a_broken_budget_cannot_be_overlooked() -> None:
     assert "OVER BUDGET in 1 of 2 metered steps; worst in step 1, by 50.0 KiB" in page
     page = summarize(budget_bytes=1000 * KIB, journal=JOURNAL, trace=None, costs=None, plan=None, forecast=None)
     assert "Within budget in all 2 steps that were metered" in page
+
+
+def test_a_budget_that_has_changed() -> None:
+    """Each step is judged by its own budget, and the figures are those since the last change."""
+    budgets = [(900, 880), (900, 890), (600, 590), (600, 595)]
+    steps = tuple(
+        record(step, Mode.PLANNED, budget_bytes=budget * KIB, peak_bytes=peak * KIB)
+        for step, (budget, peak) in enumerate(budgets)
+    )
+    page = summarize(
+        budget_bytes=600 * KIB, journal=Journal(steps=steps), trace=None, costs=None, plan=None, forecast=None
+    )
+    assert "Within budget in all 4 steps that were metered" in page
+    steady = find_steady(Journal(steps=steps))
+    assert steady is not None and (steady.steps, steady.peak_bytes) == (2, 595 * KIB)
 
 
 def test_the_time_axis_has_waits_and_replays_in_it() -> None:

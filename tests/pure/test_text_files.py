@@ -28,7 +28,7 @@ from tests.generators import example, traces
 TEXT_BYTES = 1_500_000
 
 STEP = StepRecord(
-    step=300, mode=Mode.PLAIN, seconds=0.5, stall_seconds=0.25, peak_bytes=1000, resident_bytes=2000,
+    step=300, mode=Mode.PLAIN, seconds=0.5, stall_seconds=0.25, budget_bytes=900, peak_bytes=1000, resident_bytes=2000,
     offloaded_bytes=3000, reloaded_bytes=4000, recomputed=500, saves=600, needs=700, note=""
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ from elbowroom.ir.codec import to_json as to_json
 from elbowroom.ir.costs import Costs, Measurements
 from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
-from elbowroom.ir.journal import Journal
+from elbowroom.ir.journal import Journal, StepRecord
 from elbowroom.ir.json_text import ABSENT, JsonText
 from elbowroom.ir.measured_profile import MeasuredProfile
 from elbowroom.ir.network import Network
@@ -61,7 +61,7 @@ _ADDED: dict[type, tuple[dict[type, dict[str, Any]], ...]] = {
         {Forecast: {"state_offloaded_bytes": 0, "state_reloaded_bytes": 0}},
     ),
     Plan: ({Plan: {"host_bytes": None}}, {Plan: {"state": []}}, {Plan: {"cuts": []}}),
-    Journal: ({},),  # `upgrade` converts version 1
+    Journal: ({}, {StepRecord: {"budget_bytes": 0}}),  # `upgrade` converts version 1
 }
 """Fields added in version 2, 3, ... of a format, nested ones included, with their defaults for older files."""
 

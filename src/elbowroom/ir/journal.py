@@ -27,6 +27,7 @@ class StepRecord:
         step: counts from 0.
         seconds: wall time of the `with` block.
         stall_seconds: part of it spent waiting for transfers (host time).
+        budget_bytes: in force during the step; 0 if unknown.
         peak_bytes: peak tensor bytes on the device; None if this step was not metered.
         resident_bytes: the process's peak resident memory during the step (CPU; steps shorter than 0.1 s share that of
             several), or the allocator's peak reserved bytes (CUDA); None if this step was not metered.
@@ -40,6 +41,7 @@ class StepRecord:
     mode: Mode
     seconds: float
     stall_seconds: float
+    budget_bytes: int
     peak_bytes: int | None
     resident_bytes: int | None
     offloaded_bytes: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections import Counter
 
@@ -36,11 +37,14 @@ class Steady:
 def find_steady(journal: Journal) -> Steady | None:
     """Return figures of the steady state; None for an empty journal.
 
-    Uses the planned (or plain) steps after the last capture, or else the last steps of any mode.
+    Uses the planned (or plain) steps after the last capture, or else the last steps of any mode, since the budget has
+    changed.
     """
-    records = journal.steps
-    if not records:
+    if not journal.steps:
         return None
+    budget_bytes = journal.steps[-1].budget_bytes
+    latest = itertools.takewhile(lambda record: record.budget_bytes == budget_bytes, reversed(journal.steps))
+    records = tuple(latest)[::-1]
     # Steps before the last capture followed another plan, or none.
     last_capture = max((index for index, record in enumerate(records) if record.mode is Mode.CAPTURE), default=-1)
     for wanted, since in (

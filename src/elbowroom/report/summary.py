@@ -279,14 +279,18 @@ def _describe_timing(steady: Steady | None) -> str:
 
 
 def _describe_budget(budget_bytes: int, journal: Journal) -> list[str]:
-    """Say whether all measured steps stayed within the budget, the first ones included."""
+    """Say whether all measured steps stayed within their budgets, the first ones included."""
     if not budget_bytes:
         return []
-    peaks = [(record.peak_bytes, record.step) for record in journal.steps if record.peak_bytes is not None]
-    over = [(peak, step) for peak, step in peaks if peak > budget_bytes]
+    peaks = [
+        (record.peak_bytes - (record.budget_bytes or budget_bytes), record.step)
+        for record in journal.steps
+        if record.peak_bytes is not None
+    ]
+    over = [(excess_bytes, step) for excess_bytes, step in peaks if excess_bytes > 0]
     if over:
-        peak, step = max(over)
-        beyond = format_bytes(peak - budget_bytes)
+        excess_bytes, step = max(over)
+        beyond = format_bytes(excess_bytes)
         return ["", f"OVER BUDGET in {len(over)} of {len(peaks)} metered steps; worst in step {step}, by {beyond}"]
     return ["", f"Within budget in {_whole(len(peaks))}"] if peaks else []
 
