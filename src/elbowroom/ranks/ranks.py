@@ -118,8 +118,9 @@ def find_members(model: torch.nn.Module) -> tuple[int, ...]:
 
 
 def _describe(ledger: Ledger) -> str:
-    refused = f", after {ledger.refusals[-1].partition('. ')[0]}" if ledger.refusals else ""
-    return f"holding {ledger.live_bytes} bytes{refused}"
+    refusal = next(reversed(ledger.refusals), "")  # a step may begin meanwhile, in another thread
+    after = f", after {refusal.partition('. ')[0]}" if refusal else ""
+    return f"holding {ledger.live_bytes} bytes{after}"
 
 
 def _greet(model: torch.nn.Module, config: Config, budget_bytes: int) -> Greeting:
