@@ -232,6 +232,9 @@ def test_a_noun_is_not_another(tmp_path: pathlib.Path) -> None:
             if other != name:
                 with pytest.raises(TraceError, match="format"):
                     files.load(type(NOUNS[other]), path)
+    files.save(NOUNS["plan"], path)
+    with pytest.raises(TraceError, match=r"'elbowroom.plan'. `elbowroom simulate TRACE PLAN` and"):
+        files.load(Journal, path)
 
 
 def test_only_nouns_are_files(tmp_path: pathlib.Path) -> None:

@@ -47,6 +47,15 @@ _FORMATS: dict[type, str] = {
     MeasuredProfile: "elbowroom.measured_profile",
 }
 
+_READERS = {
+    "elbowroom.trace": "`elbowroom plan`, `compare`, `simulate` and `view` read it",
+    "elbowroom.profile": "--hardware reads it",
+    "elbowroom.costs": "--costs reads it",
+    "elbowroom.plan": "`elbowroom simulate TRACE PLAN` and `elbowroom view TRACE --plan PLAN` read it",
+    "elbowroom.journal": "`elbowroom report` and `elbowroom view` read it",
+    "elbowroom.network": "--network reads it",
+}
+
 _ORIGIN = {"module": None, "line": ""}
 
 _ADDED: dict[type, tuple[dict[type, dict[str, Any]], ...]] = {
@@ -236,7 +245,9 @@ def _check_marks(kind: type, path: pathlib.Path, marks: Mapping[str, Any]) -> No
     """Check those of `format` and `version` that were read: `save` writes them first, but other writers need not."""
     expected = _format_of(kind)
     if marks.get("format", expected) != expected:
-        raise TraceError(f"{path} is not an {expected} file: its format is {describe(marks['format'])}")
+        found = marks["format"]
+        reader = f". {_READERS[found]}" if isinstance(found, str) and found in _READERS else ""
+        raise TraceError(f"{path} is not an {expected} file: its format is {describe(found)}{reader}")
     version = marks.get("version", 1)
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= version_of(kind):
         raise TraceError(f"{path} has version {describe(version)}; this Elbowroom reads up to {version_of(kind)}")

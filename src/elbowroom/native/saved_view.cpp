@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 
 #include <utility>
 
@@ -19,7 +20,10 @@ void check_version(
   TORCH_CHECK(
       version == expected, "one of the variables needed for gradient computation has been modified by an inplace "
       "operation: a torch.", torch::getTHPDtype(tensor.scalar_type())->name, " tensor of shape ",
-      sizes ? *sizes : tensor.sizes(), " is at version ", version, "; expected version ", expected, " instead");
+      sizes ? *sizes : tensor.sizes(), " is at version ", version, "; expected version ", expected, " instead.",
+      torch::autograd::AnomalyMode::is_enabled() ? ""
+                                                 : " Hint: enable anomaly detection to find the operation that failed to "
+                                                   "compute its gradient, with torch.autograd.set_detect_anomaly(True).");
 }
 
 SavedView::SavedView(const at::Tensor& tensor) : tensor_(tensor.tensor_data()) {}
