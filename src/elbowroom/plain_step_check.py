@@ -51,7 +51,7 @@ class PlainStepCheck:
         """Return True if a plain step fits beside what the job holds now (new gradients, for example)."""
         if self._job.config.always_watch or not entry.is_seen:
             return False
-        is_steady = entry.is_peak_known and self._cache.knows_several and not self._cache.varies
+        is_steady = entry.is_peak_known and self._cache.has_recurred and not self._cache.varies
         return (is_steady and self._has_room(entry.expect_growth())) or self.has_ample_room(entry)
 
     def has_ample_room(self, entry: PlanCacheEntry) -> bool:

@@ -71,7 +71,7 @@ class PlanCache:
         lease: the current one; `set_budget` replaces it.
         planner: as given.
         entries: most recently used first.
-        knows_several: whether two steps were alike so far. One tells nothing of the next.
+        has_recurred: whether any kind of step has recurred. One step tells nothing of the next.
     """
 
     def __init__(self, lease: Lease, planner: StepPlanner) -> None:
@@ -81,7 +81,7 @@ class PlanCache:
         self._seen: OrderedDict[int, float] = OrderedDict()  # seconds that plans would have saved
         self._steady = STEADY
         self._captured: tuple[int, ...] = ()  # kind of the last captured step
-        self.knows_several = False
+        self.has_recurred = False
         self._recent: deque[int | None] = deque(maxlen=RECENT)  # kinds of steps; None for a known one
 
     @property
@@ -105,7 +105,7 @@ class PlanCache:
         """Record that a step was captured. `sizes`: as for `record_miss`."""
         former, self._captured = self._captured, self.name_kind(sizes)
         if former == self._captured:
-            self.knows_several = True
+            self.has_recurred = True
         elif former:
             self._steady = 0
 
@@ -119,7 +119,7 @@ class PlanCache:
         """Record that a step was of a known kind. `calls`: of the model during the step."""
         self._recent.append(None)
         entry.calls |= calls
-        entry.is_seen = self.knows_several = True
+        entry.is_seen = self.has_recurred = True
         self._steady = self._steady + 1 if entry is self.entries[0] else 0
         self.entries.remove(entry)
         self.entries.insert(0, entry)

@@ -182,11 +182,11 @@ class Room:
             Infeasible: the job already holds more, or no plan of the next step fits. The old budget stays in force.
         """
         _require_attached(self)
+        if (shared := self._steps.shared) is not None:
+            shared.check_change()
         self._steps.abort_found()
         if self._steps.is_inside:
             raise UsageError("set_budget() inside a step: call it between steps")
-        if (shared := self._steps.shared) is not None:
-            shared.check_change()
         budget_bytes = parse_budget(memory_budget, self._job.device)
         if self._job.moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
             self._pager.make_room_between_steps(held_bytes - budget_bytes)
@@ -358,7 +358,6 @@ class Room:
         A running step of this thread is aborted. What the room has learned and measured stays; the model does not.
 
         Raises:
-            UsageError: another thread runs a step.
             TierError: model state that is away cannot be read back.
         """
         if self._detached:
@@ -382,8 +381,7 @@ class Room:
             return
         if not self._steps.has_begun:
             logger.warning("a room was dropped before its first step: keep what elbowroom.fit returns while you train")
-        with contextlib.suppress(UsageError):
-            self.detach()
+        self.detach()
 
     def __enter__(self) -> Room:
         _require_attached(self)

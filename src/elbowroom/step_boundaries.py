@@ -86,19 +86,10 @@ class StepBoundaries:
             self._found.end(StepAborted())
 
     def close(self) -> None:
-        """Abort a running step, unless its thread is alive and another one, and find no more.
-
-        Raises:
-            UsageError: the step of another thread goes on.
-        """
+        """Abort a running step of this thread, and find no more."""
         if self.is_inside_own:
             self.end_step(StepAborted())
-        found = self._found
-        if self._step is not None and (found is None or not found.has_failed):
-            thread = self._step.thread
-            if any(each.ident == thread for each in threading.enumerate()):
-                raise UsageError("another thread runs a step of this room: detach the room when the step has ended")
-        if found is not None:
+        if (found := self._found) is not None:
             found.close()
             self._found = None  # last, so that an interrupted call can be repeated
 

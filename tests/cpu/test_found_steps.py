@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import elbowroom
-from elbowroom.errors import Infeasible, UsageError
+from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
 from elbowroom.step_boundaries import StepBoundaries
@@ -291,18 +291,6 @@ def test_evaluation_in_another_thread_ends_no_step(profile: HardwareProfile) -> 
             thread.join()
         assert len(room.journal().steps) == 2
     assert not errors
-
-
-def test_a_room_is_not_detached_in_a_step_of_another_thread(profile: HardwareProfile) -> None:
-    """The watchers of that thread would stay."""
-    job = make_state_job()
-    with concurrent.futures.ThreadPoolExecutor() as threads, fit(job, profile, PLENTY) as room:
-        room.begin_step()
-        with pytest.raises(UsageError, match="another thread runs a step of this room"):
-            threads.submit(room.detach).result()
-        job.step(0)
-        room.end_step()
-        threads.submit(room.detach).result()
 
 
 def test_parts_that_are_trained_in_turn(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
@@ -702,6 +703,24 @@ def test_trainings_in_two_threads_at_once(profile: HardwareProfile) -> None:
     assert len(found) == 2 and len(refused) <= 1
     assert all("trains while a training step of thread" in str(each) for each in refused)
     assert all(found[number] in (plain[number], *refused) for number in (1, 2))
+
+
+def test_a_step_that_a_living_thread_has_left_open(profile: HardwareProfile) -> None:
+    """It does not keep the program from ending."""
+
+    def train() -> None:
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for batch in make_batches(3):
+            net(batch).square().mean().backward()
+            optimizer.step()
+        net(batch)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        with managing(profile) as program:
+            threads.submit(train).result()
+            room = program.room
+        assert room is not None and len(room.journal().steps) >= 3
 
 
 def test_a_script_with_rooms_of_its_own(profile: HardwareProfile) -> None:
