@@ -289,6 +289,15 @@ NO_ROOM = (Infeasible, MemoryRefused)
 """Errors of a request of memory for which nothing more may leave."""
 
 
+def find_nearer(
+    former: Infeasible | MemoryRefused | None, last: Infeasible | MemoryRefused
+) -> Infeasible | MemoryRefused:
+    """Return the refusal of one of two attempts to run an op: the one that needs the smaller budget, if both say it."""
+    if isinstance(former, Infeasible) and isinstance(last, Infeasible) and former.needed_bytes <= last.needed_bytes:
+        return former
+    return last
+
+
 class TierError(ElbowroomError):
     """A tier of memory or disk failed."""
 

@@ -47,7 +47,7 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("accumulation", 2_100_000, OFFLOADING),
     ("uneven batches", 2_800_000, OFFLOADING),
     ("buffers", 2_000_000, OFFLOADING),
-    ("compressed", 2_500_000, OFFLOADING),
+    ("compressed", 3_300_000, OFFLOADING),
     ("compressed by rank", 18_000_000, {}),
     ("checkpointed", 2_600_000, OFFLOADING),
     ("spread optimizer", 3_000_000, OFFLOADING),
@@ -59,7 +59,7 @@ ROOMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 """Jobs with budgets and options of their rooms."""
 
-QUICK = {1, 4, 7, 13, 21}
+QUICK = {1, 4, 7, 13, 15, 21}
 """Indices of those that run without `--slow`, too."""
 
 
@@ -78,7 +78,7 @@ def test_ranks_train_to_the_same_bits_within_their_budgets(name: str, budget: in
     check_outcome(found[rank][name, None], found[rank][name, budget], budget)
 
 
-@pytest.mark.parametrize(("name", "budget"), list_cases(ROOMS, QUICK, (0, 1, 3, 6, 7, 12)))
+@pytest.mark.parametrize(("name", "budget"), list_cases(ROOMS, QUICK, (0, 1, 3, 6, 7, 12, 15)))
 def test_ranks_follow_one_plan(name: str, budget: int, found: Found) -> None:
     plans = {results[name, budget].plan for results in found}
     assert len(plans) == 1 and plans != {""}

@@ -122,6 +122,9 @@ void run_waiting(c10::function_ref<void()> run);
 // Whether this thread does so.
 bool is_running_waiting();
 
+// More than the watchers of any thread: added to `Thread::busy`, it hides ops from all of them.
+constexpr size_t EVERY_WATCHER = size_t{1} << 32;
+
 // Marks a watcher as running an op: neither it nor the watchers that ran before it see the ops that it calls.
 class Busy {
  public:

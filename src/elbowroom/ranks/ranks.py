@@ -17,6 +17,7 @@ from elbowroom.errors import RankLost
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.hooks.sharded import find_replicas, list_shard_ranks
 from elbowroom.ranks.agreement import Greeting, check_greetings
+from elbowroom.ranks.future_callbacks import UnwatchedCallbacks
 from elbowroom.ranks.process_ends import describe_process
 from elbowroom.ranks.rank_group import RankGroup
 from elbowroom.ranks.rank_monitor import RankMonitor
@@ -47,6 +48,7 @@ class Ranks:
         self.group = group
         self._replicas = find_replicas(model)
         self._monitor = RankMonitor(group, greetings, functools.partial(_describe, ledger))
+        self._callbacks = UnwatchedCallbacks()
         self.budget_bytes = min(each.budget_bytes for each in greetings)
 
     def may_run_alone(self) -> bool:
@@ -78,6 +80,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the others."""
+        self._callbacks.close()
         self._monitor.close()
         self.group.close()
 

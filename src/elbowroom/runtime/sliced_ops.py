@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elbowroom.errors import NO_ROOM, DeviceFull, Infeasible, MemoryRefused, TierError
+from elbowroom.errors import NO_ROOM, DeviceFull, Infeasible, MemoryRefused, TierError, find_nearer
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.native import library
 from elbowroom.ops.replayable import iterate_tensors
@@ -209,7 +209,7 @@ class SlicedOps(TorchDispatchMode):
                 if given is None:  # else it was noted when it began to wait
                     self._note(str(call.op), cut)
                 return found
-            refusal = found
+            refusal = find_nearer(refusal, found)
             if not page_out() and not sizes.go_on(cut):
                 if not self._large.include_next([*call.reads, *described]):
                     break
