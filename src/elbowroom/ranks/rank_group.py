@@ -69,6 +69,7 @@ class RankGroup:
         self._processes: dict[int, tuple[str, int]] = {}
         self._rounds = itertools.count()
         self._group: Any = None
+        self._loss = ""  # why the connection is lost
         self._enter("elbowroom.fit")
         is_world = self.size == dist.get_world_size()
         with self._explaining():
@@ -180,13 +181,19 @@ class RankGroup:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
+        if self._loss:  # gloo connects them once
+            raise RankLost(
+                f"rank {self.rank} cannot meet the others at {self._what}, since they have lost their connection: "
+                f"{self._loss}"
+            )
         try:
             with ending_if_lost(self._find_lost):
                 yield
         except (RuntimeError, ValueError) as error:
+            self._loss = f"rank {self.rank} waited for the others at {self._what}: {self._explain_loss()}"
             raise RankLost(
-                f"rank {self.rank} waited for the others at {self._what}: {self._explain_loss()}. All ranks must call "
-                "elbowroom.fit and run their steps together "
+                f"{self._loss}. All ranks must call elbowroom.fit and room.set_budget together, and run the same steps; "
+                "without `with room.step():` a step ends with the optimizer's "
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
             ) from error
 
