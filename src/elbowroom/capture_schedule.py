@@ -136,6 +136,11 @@ class CaptureSchedule:
         self._patience *= 2
         return True
 
+    def begin_anew(self) -> None:
+        """Forget that captures were futile: there is another budget, within which a plan may fit."""
+        self._futile = self._next = 0
+        self.reason = UNKNOWN
+
     def note_needs(self) -> None:
         """Note that a step without a plan ran a backward pass, and so is worth a capture."""
         self._some_have_needs = True

@@ -179,7 +179,8 @@ class Room:
 
         Raises:
             UsageError: the budget is malformed, a step is running, the budget is a lease, or the room is detached.
-            Infeasible: the job already holds more, or no plan of the next step fits. The old budget stays in force.
+            Infeasible: the job already holds more, or neither a plan of the next step fits nor slices are known to. The
+                old budget stays in force.
         """
         _require_attached(self)
         if (shared := self._steps.shared) is not None:
@@ -195,6 +196,7 @@ class Room:
         except Infeasible as error:
             advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
             raise
+        self._modes.schedule.begin_anew()
         self._ledger.trim()
 
     def state_dict(self) -> dict[str, Any]:

@@ -81,8 +81,8 @@ class StepModes:
         self._buckets = GradientBuckets(replicas, ledger)
         self._first_updates = FirstUpdates(job.optimizers)
         self.agreed = agreed
-        self._schedule = CaptureSchedule()
-        self.captured = CapturedSteps(job, cache, metering, pager, sliced_ops, self._schedule, agreed)
+        self.schedule = CaptureSchedule()
+        self.captured = CapturedSteps(job, cache, metering, pager, sliced_ops, self.schedule, agreed)
         self._plain_check = PlainStepCheck(job, cache, ledger, metering, pager)
         self._beside = BytesBeside(cache)
         self._history = AccessHistory(is_bounded=cache.lease.host_bytes is not None)
@@ -121,7 +121,7 @@ class StepModes:
                     self._transfers.prepare(entry.planned.placement, gives_back=not self._cache.varies)
                 yield from self._choose(entry)
                 if agreed is not None and agreed.is_due and agreed.settle(goes_without=self.captured.is_paging):
-                    self._schedule.note_success()
+                    self.schedule.note_success()
             except (Infeasible, MemoryRefused, Thrashing) as error:
                 if isinstance(error, Infeasible):
                     self._complete_error(error)
@@ -148,17 +148,17 @@ class StepModes:
         agreed = self.agreed
         if self._job.config.mode == "dynamic" or (agreed is not None and agreed.is_dynamic):
             return self._run_dynamic("")
-        if entry is not None and self._schedule.is_due_again(entry.planned.plan):
+        if entry is not None and self.schedule.is_due_again(entry.planned.plan):
             self._cache.remove(entry)
             entry = None
         if entry is None and agreed is not None and agreed.is_due:
             return self._run_capture()
-        if entry is not None and self._schedule.awaits_unknown(self._metering.steps):
+        if entry is not None and self.schedule.awaits_unknown(self._metering.steps):
             return self._run_awaited()
-        if self._schedule.is_due(self._metering.steps, knows_some=entry is not None):
+        if self.schedule.is_due(self._metering.steps, knows_some=entry is not None):
             return self._run_capture()
         if entry is None:
-            return self._run_dynamic(self._schedule.reason)
+            return self._run_dynamic(self.schedule.reason)
         knows_trained = self._plain_check.knows_trained()
         has_state = knows_trained and self._first_updates.are_over()
         awaits_state = not has_state and self._pager.is_needed(self._cache.lease.device_bytes)
@@ -222,7 +222,7 @@ class StepModes:
         if followed is not None and capture is None:
             self._cache.improve(followed, record)
             if followed is entry and not (varies or entry.is_agreed):
-                self._schedule.note_followed(entry.planned.plan, is_whole=self._pager.follows_plan)
+                self.schedule.note_followed(entry.planned.plan, is_whole=self._pager.follows_plan)
 
     def _run_awaited(self) -> Iterator[None]:
         """Run a step as one of the known kinds, and capture it if it turns out at its first save to be of none."""
@@ -231,13 +231,13 @@ class StepModes:
         capture = self._make_capture(meter)
         entries = tuple(self._cache.entries)
         runner = self._make_runner(Phase.MANAGED, entries, capture)
-        runner.state.captured_bytes = frozenset(self._schedule.awaited_bytes)
+        runner.state.captured_bytes = frozenset(self.schedule.awaited_bytes)
         step = yield from self._run(runner, meter, capture)
         if not runner.state.is_awaited:
             self._settle(entries, step, meter)
             return
         record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, "")
-        self._schedule.capture_seconds = record.seconds
+        self.schedule.capture_seconds = record.seconds
         self.captured.adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
@@ -253,12 +253,12 @@ class StepModes:
         record = self._metering.record(Mode.DYNAMIC, step.seconds, runner.state, meter, note)
         saved = runner.state.saved_tensors
         if saved.needs:
-            self._schedule.note_needs()
+            self.schedule.note_needs()
         if self._cache.entries and saved.saves:
             if (entry := self._cache.find(saved.sizes)) is not None:
                 self._cache.record_hit(entry, step.calls)
             else:
-                note_miss(self._cache, self._schedule, saved.sizes, record)
+                note_miss(self._cache, self.schedule, saved.sizes, record)
 
     def _run_capture(self) -> Iterator[None]:
         self._begin_paging(may_move=True, is_unknown=True)
@@ -268,11 +268,11 @@ class StepModes:
         step = yield from self._run(runner, meter, capture)
         note = "" if runner.state.saved_tensors.needs else explain_no_needs()
         record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, note)
-        self._schedule.capture_seconds = record.seconds
+        self.schedule.capture_seconds = record.seconds
         if note:
-            self._schedule.note_no_needs(self._metering.steps - 1, note, knows_some=bool(self._cache.entries))
+            self.schedule.note_no_needs(self._metering.steps - 1, note, knows_some=bool(self._cache.entries))
         else:
-            self._schedule.note_needs()
+            self.schedule.note_needs()
             self.captured.adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
 
     def _begin_paging(
@@ -339,7 +339,7 @@ class StepModes:
         elif state is not None and self._beside.note_left(entries[0], state):
             pass  # it is of that kind
         else:
-            note_miss(self._cache, self._schedule, () if state is None else state.saved_tensors.sizes, record)
+            note_miss(self._cache, self.schedule, () if state is None else state.saved_tensors.sizes, record)
         return record, followed
 
     def _make_capture(self, meter: Meter) -> LiveCapture:

@@ -121,7 +121,7 @@ class StepPlanner:
     ) -> str | None:
         """Return None if a step that no plan fits may run under a policy; else what to add to the error.
 
-        It may not if the user has chosen the strategy, which adds nothing.
+        It may not begin to if the user has chosen the strategy, which adds nothing.
 
         Args:
             regroups: whether optimizers update fewer parameters at a time if they have to.
@@ -129,7 +129,7 @@ class StepPlanner:
                 refused may end in the middle of an update.
         """
         config = self.config
-        if config.strategy != "auto":
+        if config.strategy != "auto" and not is_running:
             return ""
         trace = release_unneeded(trace)
         manages = Manages(config.manages)

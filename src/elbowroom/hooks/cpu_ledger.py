@@ -6,7 +6,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class CpuLedger:
         self._make_room: MakeRoom | None = None
         self._budget_bytes = NO_LIMIT
         self._has_warned = False
-        self.scope.set_make_room(self._ask)
+        self.scope.set_make_room(_make_asker(weakref.ref(self)))
         count_new_storages()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -114,7 +115,8 @@ class CpuLedger:
         if self.moves is not None:
             self.moves.append((time.time_ns(), nbytes))
 
-    def _ask(self, requested_bytes: int, missing_bytes: int) -> bool:
+    def ask(self, requested_bytes: int, missing_bytes: int) -> bool:
+        """Make room for a request. Return whether there is any now. Called by the extension."""
         make_room = self._make_room  # None if the step has ended meanwhile
         if make_room is None:
             return False
@@ -142,6 +144,16 @@ class CpuLedger:
         self._make_room = None
         self.scope.close()
         self.trim()
+
+
+def _make_asker(ledger: weakref.ref[CpuLedger]) -> Callable[[int, int], bool]:
+    """Return what a scope, which is never freed, calls to make room in a ledger."""
+
+    def ask(requested_bytes: int, missing_bytes: int) -> bool:
+        found = ledger()
+        return found is not None and found.ask(requested_bytes, missing_bytes)
+
+    return ask
 
 
 def list_system_limits() -> list[tuple[str, int, int]]:

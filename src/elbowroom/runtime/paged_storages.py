@@ -65,6 +65,7 @@ class PagedStorages:
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
         self.refusal = ""
+        self._has_warned = False
 
     @undisturbed
     def restore(self, record: Any) -> None:
@@ -291,9 +292,10 @@ class PagedStorages:
         return contents
 
     def _note_refusal(self, record: Any, why: str) -> None:
-        level = logging.DEBUG if self.refusal else logging.WARNING  # once a step
+        level = logging.DEBUG if self._has_warned else logging.WARNING
         logger.log(level, "%d bytes of model state stay in memory: %s", record.nbytes, why)
         self.refusal = why
+        self._has_warned = True
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from elbowroom.ir.actions import Release
 from elbowroom.residency.capacity_first import Policy as CapacityFirst
+from elbowroom.residency.capacity_then_online import Policy as CapacityThenOnline
 from elbowroom.residency.machine import Drop, State
 from elbowroom.residency.online import Online
 from elbowroom.residency.plan_policy import Policy as PlanPolicy
@@ -39,7 +40,9 @@ class StepPolicy:
             state.enter(Phase.MANAGED)
         if state.phase is Phase.FOLLOWING_PLAN:
             self._machine.policy = PlanPolicy(state.candidates[0].moves)
-        elif state.phase is not Phase.CAPTURING:
+        elif state.phase is Phase.CAPTURING:
+            self._machine.policy = CapacityThenOnline(self._online, state.storages.may_move)
+        else:
             self.manage(0 if state.candidates else -1, -1)
 
     def leave_out_copies(self) -> None:
@@ -92,7 +95,8 @@ class StepPolicy:
         if followed < 0:
             sizes = state.saved_tensors.sizes
             state.is_unlike_any = len(sizes) == 1 and all(sizes[0] != each.first_bytes for each in state.candidates)
-            self._machine.policy = CapacityFirst(state.storages.may_move) if state.is_awaited else self._online
+            may_move = state.storages.may_move
+            self._machine.policy = CapacityThenOnline(self._online, may_move) if state.is_awaited else self._online
         else:
             self._machine.policy = Guided(self._online, state.candidates[followed].plan, since=tick)
 

@@ -52,7 +52,7 @@ def start_watching(
             state_moves = StateMoves(schedule, environment.pager, tensors)
         due_tick = -1 if observer is not None else moves.due_tick  # -1: everything is reported at once
         state.saved_tensors.log(expected.plan_storages, moves.copied_storages, due_tick)
-    elif state.phase is not Phase.CAPTURING:
+    else:
         resting_bytes = int(RESTING * environment.budget_bytes) if may_rest else 0
         state.watcher.record(resting_bytes, state.storages.min_bytes)
         if state.phase is Phase.UNPRESSURED:
