@@ -368,3 +368,22 @@ def test_an_update_of_an_unknown_optimizer_that_fails_is_told(profile: HardwareP
     assert any("some parameters may be updated" in each for each in caught.value.__notes__)
     changed = [not torch.equal(each, before[name]) for name, each in job.model.named_parameters()]
     assert any(changed) and not all(changed)
+
+
+@pytest.mark.parametrize("share", [1.7, 2.15, 2.6])
+def test_a_sparse_update_holds_nothing_that_it_does_not_use(share: float, profile: HardwareProfile) -> None:
+    def make_sparse() -> StateJob:
+        torch.manual_seed(0)
+        tables = torch.nn.ModuleList([torch.nn.Embedding(4000, 64, sparse=True) for _ in range(2)])
+        optimizer = torch.optim.SparseAdam(tables.parameters())
+
+        def step(index: int) -> None:
+            rows = torch.randint(0, 4000, (250,), generator=torch.Generator().manual_seed(index))
+            (tables[0](rows) * tables[1](rows)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return StateJob(tables, [optimizer], step)
+
+    plain = run_plain(make_sparse)
+    assert_same(run_within(make_sparse, profile, int(share * 4000 * 64 * 4), is_metered=False), plain)

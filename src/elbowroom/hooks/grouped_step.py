@@ -209,7 +209,10 @@ class GroupedStep:
         end_update(used)
 
     def _list_used(self, slices: Slices) -> list[torch.Tensor]:
-        """List some parameters, their gradients and their state, as far as these are on the parameters' device."""
+        """List some parameters, their gradients and their state, as far as these are on the parameters' device.
+
+        Empty if a gradient is sparse: its update makes copies of it and need not use all of the rest.
+        """
         parameters = list(itertools.chain.from_iterable(slices))
         state = self._optimizer.state
         listed: list[torch.Tensor] = []
@@ -221,8 +224,10 @@ class GroupedStep:
                 listed.append(gradient)
         if not PLAIN_TENSORS.issuperset(map(type, listed)):
             listed = [part for each in listed for part in unwrap(each)]
+        if any(each.layout is not torch.strided for each in listed):
+            return []
         device = parameters[0].device if parameters else None  # of all parameters (`is_uniform`)
-        return [each for each in listed if each.device == device and each.layout is torch.strided]
+        return [each for each in listed if each.device == device]
 
     @contextlib.contextmanager
     def _restricted(self, slices: Slices) -> Iterator[None]:

@@ -1,0 +1,72 @@
+"""Too little room in the tier below, and budgets that no plan of the chosen strategy fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ir.journal import Mode
+from tests.state_jobs import StateJob, assert_same, list_tensors
+
+STEPS = 6
+PEAK_BYTES = 17_480_000
+"""Of the job without a room."""
+
+
+def make_job() -> StateJob:
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(6)]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(index: int) -> torch.Tensor:
+        batch = torch.randn(256, 128, generator=torch.Generator().manual_seed(index))
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return StateJob(model, [optimizer], step)
+
+
+def fit(job: StateJob, profile: HardwareProfile, budget: int, **options: Any) -> elbowroom.Room:
+    return elbowroom.fit(
+        job.model, job.optimizers, budget, profile=profile, min_offload_bytes=256, op_time_store=False, **options
+    )
+
+
+@pytest.mark.parametrize(("share", "host_bytes"), [(0.97, 0), (0.86, 0), (0.77, 4 << 20)])
+def test_captured_steps_compute_again_what_has_no_room_below(
+    share: float, host_bytes: int, profile: HardwareProfile
+) -> None:
+    plain = make_job()
+    for index in range(STEPS):
+        plain.step(index)
+    job, budget = make_job(), int(share * PEAK_BYTES)
+    with fit(job, profile, budget, host_bytes=host_bytes) as room:
+        for index in range(STEPS):
+            with room.step():
+                job.step(index)
+        steps = room.journal().steps
+    assert_same(list_tensors(job), list_tensors(plain))
+    assert max(each.peak_bytes or 0 for each in steps) <= budget
+    assert any(each.recomputed for each in steps if each.mode is Mode.CAPTURE)
+
+
+def test_set_budget_takes_what_the_room_has_run_within(profile: HardwareProfile) -> None:
+    job, budget = make_job(), int(0.7 * PEAK_BYTES)
+    with fit(job, profile, budget, strategy="keep_all") as room:
+        for nbytes in (budget, 2 * PEAK_BYTES, budget):
+            room.set_budget(nbytes)
+            for index in range(STEPS):
+                with room.step():
+                    job.step(index)
+            planned = [each.mode in (Mode.PLANNED, Mode.PLAIN) for each in room.journal().steps[-2:]]
+            assert all(planned) if nbytes > budget else not any(planned)
+        assert max(each.peak_bytes or 0 for each in room.journal().steps[-STEPS:]) <= budget
