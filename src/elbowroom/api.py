@@ -167,7 +167,7 @@ def smallest_budget(
     profile: HardwareProfile | None = None,
     **options: Any,
 ) -> int:
-    """Find the smallest `memory_budget`, in bytes, with which this training step works.
+    """Find the smallest `memory_budget`, in bytes, with which this training step has a plan. Ops in slices need less.
 
     The step is captured on fake tensors (nothing runs or changes) and planned. Workspace inside ops is estimated; a
     few ops (oneDNN's LSTM) take more than estimated. The result is for mode="auto".

@@ -24,7 +24,7 @@ class Phase(enum.Enum):
         has_budget: whether the budget is enforced.
     """
 
-    CAPTURING = 0, False, False, True  # every storage that may leave the device leaves as soon as it is saved
+    CAPTURING = 0, False, False, True  # every storage leaves as soon as it is saved, as far as the tier below has room
     FOLLOWING_PLAN = 1, True, False, True  # saves and needs of storages that stay or are only copied are only logged
     UNPRESSURED = 2, False, False, True  # no plan and no shortage: all saves and needs are only logged
     MANAGED = 3, False, False, True  # storages leave when memory is short; all events are reported to the machine
