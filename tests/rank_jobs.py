@@ -392,7 +392,7 @@ def compile_replica(model: nn.Module) -> nn.Module:
 
 
 def compress(model: nn.Module) -> nn.Module:
-    """Make replicas that send gradients in half precision. What decompresses them runs in gloo's thread on rank 1 only."""
+    """Make replicas that send gradients in half precision. What decompresses them runs in gloo's thread on one rank."""
 
     def send(state, bucket):  # type: ignore[no-untyped-def]  # DDP does not take annotations that are strings
         sent = bucket.buffer().half().div_(dist.get_world_size())

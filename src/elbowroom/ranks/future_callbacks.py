@@ -50,8 +50,8 @@ class UnwatchedCallbacks:
 
 def _wrap(add: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add)
-    def add_unwatched(future: torch._C.Future, callback: Callable[..., Any]) -> Any:
-        def call(done: torch._C.Future) -> Any:
+    def add_unwatched(future: torch._C.Future[Any], callback: Callable[..., Any]) -> Any:
+        def call(done: torch._C.Future[Any]) -> Any:
             set_busy = library.load().set_busy
             set_busy(True)
             try:

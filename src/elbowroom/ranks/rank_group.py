@@ -192,8 +192,8 @@ class RankGroup:
         except (RuntimeError, ValueError) as error:
             self._loss = f"rank {self.rank} waited for the others at {self._what}: {self._explain_loss()}"
             raise RankLost(
-                f"{self._loss}. All ranks must call elbowroom.fit and room.set_budget together, and run the same steps; "
-                "without `with room.step():` a step ends with the optimizer's "
+                f"{self._loss}. All ranks must call elbowroom.fit and room.set_budget together, and run the same "
+                "steps; without `with room.step():` a step ends with the optimizer's "
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
             ) from error
 
