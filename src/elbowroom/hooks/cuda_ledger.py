@@ -9,6 +9,7 @@ import torch
 
 from elbowroom.hooks.kept_peaks import keep_peaks
 from elbowroom.hooks.ledger import NO_LIMIT, MakeRoom
+from elbowroom.hooks.memory_fractions import find_fractions
 from elbowroom.native import library
 
 POOL_PAGE_BYTES = 20 << 20
@@ -39,8 +40,8 @@ class CudaLedger:
         self._native = library.load()
         self._name = str(device)
         self._total_bytes = torch.cuda.get_device_properties(device).total_memory
-        self._fraction: float | None = None  # of the program; None outside of steps, or if the allocator knows none
-        self._set_fraction: float | None = None  # in force
+        self._fractions = find_fractions(self._name)
+        self._may_limit = False  # in a step, if the allocator can limit what it reserves
         self._make_room: MakeRoom | None = None
         self._limit_bytes = NO_LIMIT
         self._beyond_bytes = 0  # may be reserved beyond the limit
@@ -94,7 +95,7 @@ class CudaLedger:
     def raise_limit(self) -> bool:
         allocated_bytes, _, reserved_bytes, _ = self.count_bytes()
         idle_bytes = reserved_bytes - allocated_bytes  # after a refusal: in parts of pages
-        if self._fraction is None or idle_bytes + POOL_PAGE_BYTES <= self._beyond_bytes:
+        if not self._may_limit or idle_bytes + POOL_PAGE_BYTES <= self._beyond_bytes:
             return False
         self._beyond_bytes = idle_bytes + POOL_PAGE_BYTES
         self._limit_reserved()
@@ -109,30 +110,21 @@ class CudaLedger:
         self._limit_reserved()
 
     def _limit_reserved(self) -> None:
-        if self._fraction is not None:
+        if self._may_limit:
             share = (self._limit_bytes + self._beyond_bytes) / self._total_bytes
-            self._enforce(self._fraction if self._is_lifted else min(self._fraction, share))
-
-    def _enforce(self, fraction: float | None) -> None:
-        if fraction is not None and fraction != self._set_fraction:
-            torch.cuda.set_per_process_memory_fraction(fraction, torch.device(self._name))
-            self._set_fraction = fraction
+            self._fractions.limit(self, share, is_lifted=self._is_lifted)
 
     @contextlib.contextmanager
     def counting(self, limit_bytes: int, make_room: MakeRoom) -> Iterator[None]:
-        try:
-            self._fraction = torch.cuda.get_per_process_memory_fraction(torch.device(self._name))
-        except RuntimeError:  # a pluggable allocator
-            self._fraction = None
-        self._set_fraction = self._fraction
+        self._may_limit = self._fractions.enter(self)
         self._make_room = make_room
         self._is_lifted = False
         try:
             yield
         finally:
             self._make_room = None
-            self._enforce(self._fraction)
-            self._fraction = None
+            self._may_limit = False
+            self._fractions.leave(self)
 
     def make_room(self, nbytes: int = 1) -> bool:
         return self.raise_limit() or (self._make_room is not None and self._make_room(nbytes, 1))
