@@ -262,8 +262,8 @@ class HostSlabs:
         if _round(nbytes) > left:
             raise TierFull(
                 NAME, nbytes, self.capacity_bytes - self.block_bytes,
-                f"Its slabs may take {self.capacity_bytes} bytes, and none has room for the block in one piece. Give "
-                "it more with host_bytes=, or let it overflow to disk with spill_folder=."
+                f"Its slabs may take {self.capacity_bytes} bytes, and none has room for the block in one piece. "
+                "Results of ops in slices lie there and not on the disk: give it more with host_bytes=."
             )  # fmt: skip
         chunk = self._chunk_bytes if self._planned is None else min(self._chunk_bytes, SPARE_CHUNK_BYTES)
         return self._add(nbytes, max(_round(nbytes), min(chunk, left)))
