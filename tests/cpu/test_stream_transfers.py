@@ -246,7 +246,7 @@ def test_a_full_host_refuses_and_says_what_to_do() -> None:
     transfers = make_transfers(streams)
     storage = streams.allocate(8000)
     copies = [transfers.offload(storage) for _ in range(3)]
-    with pytest.raises(TierFull, match=r"host_bytes=.*spill_folder=") as caught:
+    with pytest.raises(TierFull, match="host_bytes=") as caught:
         transfers.offload(storage)
     assert caught.value.needed_bytes == 8000
     assert transfers.offloaded_bytes == 24000
