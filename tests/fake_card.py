@@ -21,6 +21,7 @@ import torch
 from elbowroom.errors import DeviceFull
 from elbowroom.hooks.storage_ids import get_address
 from elbowroom.native import library
+from elbowroom.runtime.compute_streams import StreamNumbers
 from elbowroom.runtime.stream_transfers import StreamTransfers
 from elbowroom.runtime.streams import StreamEvent
 from elbowroom.tiers.disk import SpillFile
@@ -67,6 +68,12 @@ class RoomStreams:
 
     def compute_waits(self, event: StreamEvent) -> None:
         self.host_waits(event)  # ops compute on the host
+
+    def note_computing(self, stream: StreamNumbers) -> None:
+        pass
+
+    def meet(self) -> None:
+        pass
 
     def host_waits(self, event: StreamEvent) -> None:
         assert isinstance(event, FakeEvent)

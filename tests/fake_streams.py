@@ -20,6 +20,7 @@ import torch
 
 from elbowroom.errors import TierFull, TransferFailed
 from elbowroom.layout.free_list import FreeList
+from elbowroom.runtime.compute_streams import StreamNumbers
 from elbowroom.runtime.streams import StreamEvent
 from elbowroom.runtime.transfers import Copy, Transfers
 from elbowroom.tiers.pinned import SlabBlock
@@ -115,6 +116,12 @@ class FakeStreams:
 
     def compute_waits(self, event: StreamEvent) -> None:
         self._enqueue("compute", None, [event])
+
+    def note_computing(self, stream: StreamNumbers) -> None:
+        pass
+
+    def meet(self) -> None:
+        pass
 
     def host_waits(self, event: StreamEvent) -> None:
         assert isinstance(event, FakeEvent)

@@ -98,7 +98,7 @@ class TransferClock:
     """
 
     def __init__(self, room: Any) -> None:
-        streams = self._streams = room._transfers._streams
+        streams = self._streams = room._transfers.streams
         self._copies: list[tuple[Any, Any]] = []
         self._waits: list[tuple[Any, Any]] = []
         copy_out, copy_in, compute_waits = streams.copy_out, streams.copy_in, streams.compute_waits

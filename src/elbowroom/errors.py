@@ -173,8 +173,8 @@ class Infeasible(ElbowroomError):
         else:
             message += (
                 " This is the need of that op; the rest of the step may need more. "
-                "elbowroom.smallest_budget(model, optimizer, step) finds a budget with a plan for the whole step; less "
-                "may do where ops run in slices. Set the memory budget to it, or make the batch smaller."
+                "Set the memory budget to what elbowroom.smallest_budget(model, optimizer, step) finds, with which "
+                "there is a plan for the whole step, or make the batch smaller. Less may do where ops run in slices."
             )
         if self.host_bytes is not None and self.needed_host_bytes > self.host_bytes:
             message += (

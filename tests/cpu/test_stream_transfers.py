@@ -143,12 +143,12 @@ class RecordsTooEarly(StreamTransfers):
     """Records the compute lane before it allocates the target."""
 
     def reload(self, copy: Copy, misalignment: int = 0) -> torch.UntypedStorage:
-        early = self._streams.record_compute()
-        record, self._streams.record_compute = self._streams.record_compute, lambda: early  # type: ignore[method-assign]
+        early = self.streams.record_compute()
+        record, self.streams.record_compute = self.streams.record_compute, lambda: early  # type: ignore[method-assign]
         try:
             return super().reload(copy, misalignment)
         finally:
-            self._streams.record_compute = record  # type: ignore[method-assign]
+            self.streams.record_compute = record  # type: ignore[method-assign]
 
 
 class ReleasesBeforeWaiting(StreamTransfers):

@@ -195,7 +195,7 @@ def test_the_same_bits_within_a_budget(name: str, strategy: str, machine: Hardwa
 def test_backward_runs_in_a_thread_of_autograd(machine: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make("convnet")
     room = fit(made, NO_LIMIT_BYTES, machine, strategy="offload_all")
-    streams = room._transfers._streams  # type: ignore[attr-defined]
+    streams = room._transfers.streams  # type: ignore[attr-defined]
     seen: dict[str, set[int]] = {"out": set(), "back": set()}
     current: set[torch.cuda.Stream] = set()
     copy_out, copy_in = streams.copy_out, streams.copy_in

@@ -81,6 +81,11 @@ std::shared_ptr<OpWatch> make_watch(
     callbacks.restore_limit = [limit] {
       limit.call([&](const py::object& found) { found.attr("restore_limit")(); });
     };
+    callbacks.note_stream = [limit](c10::Stream stream) {
+      limit.call([&](const py::object& found) {
+        found.attr("note_stream")(stream.id(), static_cast<int64_t>(stream.device_index()), static_cast<int64_t>(stream.device_type()));
+      });
+    };
     callbacks.keep_budget = [limit](const std::string& op) {
       limit.call([&](const py::object& found) { found.attr("keep_budget")(op); });
     };

@@ -8,6 +8,7 @@
 
 #include "copy_streams.h"
 #include "python_objects.h"
+#include "side_streams.h"
 
 namespace elbowroom {
 
@@ -26,6 +27,17 @@ c10::Stream unpack_stream(const StreamNumbers& numbers) {
 }  // namespace
 
 void bind_streams(py::module_& module) {
+  module.def(
+      "replace_current_stream",
+      [](const py::object& find) {
+        if (find.is_none()) return replace_current_stream(nullptr);
+        PyObject* const found = py::object(find).release().ptr();  // never freed: a thread may be calling it
+        replace_current_stream([found] {
+          const py::gil_scoped_acquire gil;
+          return py::handle(found)().cast<c10::StreamId>();
+        });
+      },
+      py::arg("find"), "Set a function that returns the id of the current stream, instead of the device's; None to unset.");
   py::class_<StreamEvent, StreamEventPtr>(module, "StreamEvent", "A point in a stream.")
       .def("is_done", [](const StreamEvent& event) { return event.event.query(); }, "Return whether the stream has passed it.")
       .def("block", [](const StreamEvent& event, const StreamNumbers& stream) { event.event.block(unpack_stream(stream)); },

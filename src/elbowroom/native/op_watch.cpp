@@ -281,6 +281,17 @@ OpWatch::Count OpWatch::count(const std::string& name) {
   return counted;
 }
 
+bool OpWatch::may_move(const at::Tensor& tensor) const {
+  const c10::StorageImpl* const storage = find_storage(tensor);
+  if (storage == nullptr) return false;
+  {
+    const std::lock_guard<std::mutex> guard(table_->mutex);
+    const StorageRecordPtr& record = table_->find(storage);
+    if (record && record->id >= 0) return true;
+  }
+  return find_state(storage).defined();
+}
+
 void OpWatch::count_inputs(const c10::IValue* arguments, size_t count) {
   if (scope_ == nullptr) return;
   c10::SmallVector<c10::Storage, 2> unknown;

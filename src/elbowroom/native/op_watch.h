@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "device_bytes.h"
+#include "side_streams.h"
 #include "recorded_ops.h"
 #include "scope.h"
 #include "state_storages.h"
@@ -37,6 +38,7 @@ struct Callbacks {
   std::function<void(const std::string&, int64_t, bool, bool)> prepare_room;
   std::function<void()> lift_limit, restore_limit;  // in between, the allocator refuses nothing that it has
   std::function<void(const std::string&)> keep_budget;  // an op went over it
+  std::function<void(c10::Stream)> note_stream;  // the step computes on this one and on another
 };
 
 class SavedTensors;
@@ -57,7 +59,8 @@ class OpWatch {
   };
 
   OpWatch(c10::DeviceType device, std::shared_ptr<StorageTable> table, Callbacks callbacks)
-      : device_(device), table_(std::move(table)), scope_(table_->scope), callbacks_(std::move(callbacks)) {}
+      : side_streams(device, callbacks.note_stream),
+        device_(device), table_(std::move(table)), scope_(table_->scope), callbacks_(std::move(callbacks)) {}
 
   // Position of an op in the step.
   struct Count {
@@ -173,6 +176,11 @@ class OpWatch {
   std::atomic<bool> has_waiting{false};  // whether ops wait, to run in slices together with the next one
 
   std::weak_ptr<SavedTensors> saved_tensors;  // of the same step
+
+  SideStreams side_streams;
+
+  // Returns whether the bytes of a tensor may move in this step: autograd has saved it, or it is state.
+  bool may_move(const at::Tensor& tensor) const;
 
  private:
   // Makes room for what an op reads and was there before the step, and has the ledger count it.

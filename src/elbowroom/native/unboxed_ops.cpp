@@ -190,6 +190,11 @@ struct Unboxed<Op, Result(Arguments...)> {
   static Result run_whole(
       OpWatch& watch, const c10::OperatorHandle& op, const OpKind& kind, Thread& thread, c10::DispatchKeySet keys,
       bool& has_begun, Arguments... arguments) {
+    if (watch.side_streams.is_on_new_one()) {
+      bool may_move = false;
+      (visit_argument(arguments, [&](const at::Tensor& tensor) { may_move = may_move || watch.may_move(tensor); }), ...);
+      if (may_move) watch.side_streams.note();
+    }
     if (!StateTable::is_any_managed()) return run_counted(watch, op, kind, watch.count(kind), thread, keys, has_begun, arguments...);
     OpWatch::Count count;
     const auto run = [&]() -> Result {

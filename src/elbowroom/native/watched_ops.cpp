@@ -162,6 +162,16 @@ void run_in_python(PyObject* watcher, const c10::OperatorHandle& op, torch::jit:
   run_by_modes(op, stack);
 }
 
+// Notes the current stream if an op there uses what may move.
+void note_side_stream(OpWatch& watch, const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const size_t count = std::min(stack.size(), op.schema().arguments().size());
+  bool may_move = false;
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    visit_tensors(stack[i], [&](const at::Tensor& tensor) { may_move = may_move || watch.may_move(tensor); });
+  }
+  if (may_move) watch.side_streams.note();
+}
+
 // Runs an op by the first `count` watchers, the last of them first, and then by the kernel. `has_begun`: set where it may
 // have written, which the kernel does by itself.
 void run_by(
@@ -174,6 +184,7 @@ void run_by(
     const auto next = [&] { run_by(watchers, count - 1, op, keys, stack, has_begun, kernel); };
     const OpKind* kind = native->find_open_kind(op);
     if (kind == nullptr) return next();
+    if (native->side_streams.is_on_new_one()) note_side_stream(*native, op, *stack);
     const OpWatch::Count counted = native->count(*kind);
     native->move_state(counted.position, true);
     native->run(op, *kind, counted, stack, next);

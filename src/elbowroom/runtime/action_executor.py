@@ -19,12 +19,13 @@ from elbowroom.ir.actions import Action, Offload, Recompute, Release, Reload, Wa
 from elbowroom.ir.events import StorageFreed, StorageRestored
 from elbowroom.ir.plan import Segment
 from elbowroom.residency.machine import State, count_reads
+from elbowroom.runtime.compute_streams import meeting
 from elbowroom.runtime.error_frames import clear_frames
 from elbowroom.runtime.event_log import FREED
 from elbowroom.runtime.memory_guard import MemoryGuard
 from elbowroom.runtime.replays import Recording, count_bytes, is_exposed, replay
 from elbowroom.runtime.save_handles import SaveHandles
-from elbowroom.runtime.saved_storage import NO_COPIES, SavedStorage
+from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_context import StepContext
 from elbowroom.runtime.step_state import StepState
 from elbowroom.runtime.thrash_guard import ThrashGuard
@@ -46,6 +47,9 @@ class ActionExecutor:
         transfers: moves bytes.
         handles: takes over saved tensors before their storages move.
         spare_bytes: bytes that may stay although the plan has them leave, if their move fails.
+
+    Attributes:
+        transfers: as given.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class ActionExecutor:
         self._context = context
         self._guard = guard
         self._thrash = thrash
-        self._transfers = transfers
+        self.transfers = transfers
         self._handles = handles
         self._spare_bytes = spare_bytes
         self._planned_segments = len(state.segments)
@@ -124,7 +128,7 @@ class ActionExecutor:
         """Wait for the last transfer of a storage."""
         if saved.copy is not None:
             try:
-                self._transfers.finish(saved.copy)
+                self.transfers.finish(saved.copy)
             except TierError as error:
                 if saved.storage is not None:
                     # It was coming back, and there is nothing else to give autograd; but its copy is still there.
@@ -146,15 +150,11 @@ class ActionExecutor:
         copy = saved.copy
         saved.copy = None  # first: a copy that was given up must not be reloaded
         if copy is not None:
-            self._transfers.discard(copy)
+            self.transfers.discard(copy)
 
     def forget_recording(self, saved: SavedStorage) -> None:
         """Forget how a storage is computed again."""
-        reads = saved.reads
-        saved.recording = None
-        saved.reads = ()
-        saved.inputs = NO_COPIES
-        for read in reads:
+        for read in saved.forget_recording():
             read.discard_reader(saved)
             self.free_if_unused(read)
 
@@ -166,7 +166,7 @@ class ActionExecutor:
         self._state.saved_tensors.note(FREED, storage, 0, 0)
         if saved.copy is not None and self._machine.is_on_device(storage):
             with contextlib.suppress(TierError):  # the contents, which may be lost, are not needed any more
-                self._transfers.finish(saved.copy)  # until then the transfer uses the memory of the storage
+                self.transfers.finish(saved.copy)  # until then the transfer uses the memory of the storage
         self._machine.feed(StorageFreed(storage, 0))
         if saved.recording is not None:
             self.forget_recording(saved)
@@ -214,7 +214,7 @@ class ActionExecutor:
         self._handles.take(saved)
         try:
             with Hidden():
-                saved.copy = self._transfers.offload(storage, slot)
+                saved.copy = self.transfers.offload(storage, slot)
             self._state.activity_log.name_transfer(saved.copy, saved.record.id)
         except TierError as error:
             if not self._keep(saved, str(error)):
@@ -222,6 +222,7 @@ class ActionExecutor:
 
     def _release(self, saved: SavedStorage) -> None:
         if saved.copy is not None or self._prepare_replay(saved):
+            self.transfers.streams.meet()
             self._handles.take(saved)
             saved.release()
             return
@@ -249,7 +250,7 @@ class ActionExecutor:
         copy = saved.copy
         with Hidden():
             saved.storage = self._retry(
-                lambda: self._transfers.reload(copy), DeviceFull, nbytes, f"a reload of {saved.nbytes} bytes"
+                lambda: self.transfers.reload(copy), DeviceFull, nbytes, f"a reload of {saved.nbytes} bytes"
             )
         self._state.activity_log.name_transfer(saved.copy, saved.record.id)
         self._storages.table.put(saved.storage, saved.record)
@@ -272,7 +273,7 @@ class ActionExecutor:
         if missing:
             what = f"a replay of {len(segment.ops)} ops"
             self._state.watcher.restore_limit()  # it can be repeated
-            with self._state.activity_log.replaying():
+            with self._state.activity_log.replaying(), meeting(self.transfers.streams):
                 self._retry(lambda: replay(recordings, missing), torch.OutOfMemoryError, nbytes, what)
             self._state.recomputed += 1
         for saved in missing:

@@ -50,6 +50,10 @@ class DeviceLimit:
         self._deferred = deferred
         self._state_moves = state_moves
 
+    def note_stream(self, number: int, index: int, kind: int) -> None:
+        """Note that the step computes on this stream of the device and on others."""
+        self._executor.transfers.streams.note_computing((number, index, kind))
+
     def make_room(self, op: str, nbytes: int) -> bool:
         """Free memory for an op that the allocator has refused, and that takes about so many bytes.
 

@@ -125,6 +125,14 @@ class SavedStorage:
         if isinstance(self.readers, set):
             self.readers.discard(reader)
 
+    def forget_recording(self) -> tuple[SavedStorage, ...]:
+        """Forget how it is computed again. Return what its replay would read."""
+        reads = self.reads
+        self.recording = None
+        self.reads = ()
+        self.inputs = NO_COPIES
+        return reads
+
     def find_storage(self) -> torch.UntypedStorage | None:
         """Return the storage on the device; None if we do not hold it."""
         if self.storage is not None:

@@ -60,7 +60,7 @@ class StreamTransfers:
     def __init__(
         self, streams: Streams, host: HostSlabs, spill: SpillFile | None = None, staging_bytes: int = STAGING_BYTES
     ) -> None:
-        self._streams = streams
+        self.streams = streams
         self._staging = None
         if spill is not None:
             self._staging = Staging(streams, host, spill, count_piece_bytes(host.capacity_bytes, staging_bytes))
@@ -110,24 +110,24 @@ class StreamTransfers:
         check_process(self._pid, storage.nbytes())
         if self._stopped:
             raise InternalError("an offload was requested after the transfers were closed")
-        if storage.device != self._streams.device:
+        if storage.device != self.streams.device:
             raise UsageError(
-                f"a storage on {storage.device} cannot be moved by the transfers of {self._streams.device}; "
+                f"a storage on {storage.device} cannot be moved by the transfers of {self.streams.device}; "
                 "fit the part of the model on each device separately"
             )
         copy, block = self._reserve_copy(storage.nbytes(), lambda: self._blocks.reserve(storage.nbytes(), copy_slot))
         with self._lock:
             if isinstance(block, SlabBlock):
                 copy.block = block
-                after = [self._streams.record_compute(), *self._in_flight.list_users(block)]
+                after = [self.streams.record_compute(), *self._in_flight.list_users(block)]
                 unfinished = self._in_flight.begin(copy, storage)
-                copy.last = self._streams.copy_out(storage, block, after)
+                copy.last = self.streams.copy_out(storage, block, after)
                 self._in_flight.note_end(unfinished, copy.last)
             else:
                 copy.offset = block
                 staging = self._staging
                 assert staging is not None
-                self._pass(storage, copy, lambda: staging.write_out(storage, copy, self._streams.record_compute()))
+                self._pass(storage, copy, lambda: staging.write_out(storage, copy, self.streams.record_compute()))
         self.offloaded_bytes += copy.nbytes
         return copy
 
@@ -138,14 +138,14 @@ class StreamTransfers:
             raise InternalError("a reload of a discarded copy was requested")
         with self._lock:
             self._in_flight.forget_ended()
-            storage = self._streams.allocate(copy.nbytes)
+            storage = self.streams.allocate(copy.nbytes)
             # Recorded after the allocation, since earlier compute may still use this memory.
-            after = [self._streams.record_compute()]
+            after = [self.streams.record_compute()]
             if copy.last is not None:
                 after.append(copy.last)
             if copy.block is not None:
                 unfinished = self._in_flight.begin(copy, storage)
-                copy.last = self._streams.copy_in(copy.block, storage, after)
+                copy.last = self.streams.copy_in(copy.block, storage, after)
                 self._in_flight.note_end(unfinished, copy.last)
             else:
                 staging = self._staging
@@ -189,20 +189,20 @@ class StreamTransfers:
         part.block = copy.block
         with self._lock:
             self._in_flight.forget_ended()
-            after = [self._streams.record_compute(), *self._in_flight.list_users(copy.block)]
+            after = [self.streams.record_compute(), *self._in_flight.list_users(copy.block)]
             unfinished = self._in_flight.begin(part, section)
             for copy_offset, memory_offset in extents.list_runs():
                 host = copy.block.cut(copy_offset, extents.run_bytes)
                 if is_out:
-                    part.last = self._streams.copy_out(section, host, after, memory_offset)
+                    part.last = self.streams.copy_out(section, host, after, memory_offset)
                 else:
-                    part.last = self._streams.copy_in(host, section, after, memory_offset)
+                    part.last = self.streams.copy_in(host, section, after, memory_offset)
             self._in_flight.note_end(unfinished, part.last)
             copy.last = part.last
 
         def finish() -> None:
             if part.last is not None:
-                self._streams.compute_waits(part.last)
+                self.streams.compute_waits(part.last)
             part.let_go()
 
         return finish
@@ -214,7 +214,7 @@ class StreamTransfers:
             with self._lock:
                 self._in_flight.forget_ended()
         if copy.last is not None:
-            self._streams.compute_waits(copy.last)
+            self.streams.compute_waits(copy.last)
         copy.let_go()
         if copy.error is not None:
             error, copy.error = copy.error, None

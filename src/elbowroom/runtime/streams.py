@@ -17,6 +17,7 @@ import torch
 
 from elbowroom.errors import DeviceFull
 from elbowroom.native import library
+from elbowroom.runtime.compute_streams import ComputeStreams, MeetingStreams, StreamNumbers
 from elbowroom.tiers.pinned import SlabBlock
 
 
@@ -28,7 +29,7 @@ class StreamEvent(Protocol):
         ...
 
 
-class Streams(Protocol):
+class Streams(MeetingStreams, Protocol):
     """Three streams of one device: one computes, one copies to the host, one copies back.
 
     Each stream works in order; only events order the streams among each other. Only `host_waits` and
@@ -77,7 +78,7 @@ class Streams(Protocol):
         ...
 
 
-def number_stream(stream: torch.cuda.Stream) -> tuple[int, int, int]:
+def number_stream(stream: torch.cuda.Stream) -> StreamNumbers:
     """Return what the extension knows a stream by."""
     return stream.stream_id, stream.device_index, stream.device_type
 
@@ -96,6 +97,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
+        self._computing = ComputeStreams()
 
     @functools.cached_property
     def out_stream(self) -> torch.cuda.Stream:
@@ -111,7 +113,19 @@ class CudaStreams:
     def _copies(self) -> Any:
         return library.load().CopyStreams(number_stream(self.out_stream), number_stream(self.back_stream))
 
+    def note_computing(self, stream: StreamNumbers) -> None:
+        number, index, kind = stream
+        if index == self.device.index and self._computing.add(
+            torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
+        ):
+            self.meet()
+
+    def meet(self) -> None:
+        if self._computing.are_several:
+            self._computing.meet(torch.cuda.current_stream(self.device))
+
     def record_compute(self) -> StreamEvent:
+        self.meet()
         event: StreamEvent = self._copies.record_compute()
         return event
 
@@ -129,6 +143,7 @@ class CudaStreams:
 
     def compute_waits(self, event: StreamEvent) -> None:
         self._copies.compute_waits(event)
+        self.meet()
 
     def host_waits(self, event: StreamEvent) -> None:
         event.synchronize()  # type: ignore[attr-defined]
@@ -139,8 +154,12 @@ class CudaStreams:
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+            made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise DeviceFull(
                 f"{self.device} has no room to reload {nbytes} bytes; lower memory_budget= to leave more memory free"
             ) from error
+        if self._computing.are_several:
+            for each in self._computing.list_others(torch.cuda.current_stream(self.device)):
+                made.record_stream(each)  # type: ignore[arg-type]
+        return made.untyped_storage()

@@ -14,6 +14,7 @@ from elbowroom.errors import InternalError, TierFull, TransferFailed
 from elbowroom.ir.placement import CopySlot, Placement
 from elbowroom.ir.timeline import Activity, Lane
 from elbowroom.native import library
+from elbowroom.runtime.compute_streams import MeetingStreams, NoStreams
 from elbowroom.runtime.copies import Copy, Extents
 from elbowroom.runtime.spill_queue import SpillCopy, SpillJob, SpillQueue
 from elbowroom.tiers.disk import SpillFile
@@ -42,6 +43,11 @@ class Transfers(Protocol):
     give_up: Callable[[], bool]
     offloaded_bytes: int
     reloaded_bytes: int
+
+    @property
+    def streams(self) -> MeetingStreams:
+        """Streams of the device."""
+        ...
 
     @property
     def stall_seconds(self) -> float:
@@ -126,6 +132,8 @@ class ThreadTransfers:
     A forked process opens its own file and starts its own thread with its first transfer. It cannot reload its parent's
     copies.
     """
+
+    streams = NoStreams()
 
     def __init__(self, spill: SpillFile) -> None:
         self._first = spill

@@ -1,0 +1,84 @@
+"""The streams of a device on which a program computes, where there are several."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol, Self
+
+StreamNumbers = tuple[int, int, int]
+"""`stream_id`, `device_index` and `device_type` of a stream."""
+
+
+class ComputeStream(Protocol):
+    """Stream that can wait for what another one has been given so far, as `torch.cuda.Stream`."""
+
+    def wait_stream(self, stream: Self, /) -> None:
+        """Have later work of this stream wait for the present work of another."""
+        ...
+
+
+class MeetingStreams(Protocol):
+    """Streams of a device, of which those that compute can meet."""
+
+    def note_computing(self, stream: StreamNumbers) -> None:
+        """Note that the program computes on this stream beside others, with storages that may move."""
+        ...
+
+    def meet(self) -> None:
+        """Have the streams on which the program computes wait for each other. Nothing happens if there is one."""
+        ...
+
+
+class NoStreams:
+    """`MeetingStreams` of a device without streams."""
+
+    def note_computing(self, stream: StreamNumbers) -> None:
+        pass
+
+    def meet(self) -> None:
+        pass
+
+
+class ComputeStreams:
+    """Orders the streams that compute with storages that may move.
+
+    A program orders its streams where one uses what another computes. It does not know of what moves: memory is freed
+    that another stream may still read, and contents are new that another stream has not waited for. So all of them
+    meet wherever something moves.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[ComputeStream] = []
+
+    def add(self, stream: ComputeStream) -> bool:
+        """Add a stream. Return False if it is known."""
+        if stream in self._streams:
+            return False
+        self._streams.append(stream)
+        return True
+
+    @property
+    def are_several(self) -> bool:
+        """True if there is something to order."""
+        return len(self._streams) > 1
+
+    def list_others(self, current: ComputeStream) -> list[ComputeStream]:
+        """Return the streams other than the current one."""
+        return [each for each in self._streams if each != current]
+
+    def meet(self, current: ComputeStream) -> None:
+        """Have later work of each stream wait for the present work of all."""
+        others = self.list_others(current)
+        for each in others:
+            current.wait_stream(each)
+        for each in others:
+            each.wait_stream(current)
+
+
+@contextlib.contextmanager
+def meeting(streams: MeetingStreams) -> Iterator[None]:
+    """Have streams meet before something is computed that all of them may use, and after it."""
+    streams.meet()
+    yield
+    streams.meet()
