@@ -844,6 +844,7 @@ def test_scripts_and_workloads_share_a_command() -> None:
     assert names_script(["--budget", "1GiB", "--", "x.py"])
     assert names_script(["--batch", "8", "x.py"])  # which refuses the options of workloads
     assert not names_script(["--help"])
+    assert names_script(["--budget", "1GiB", __file__.removesuffix("cpu/test_scripts.py")])  # a folder
 
 
 SCRIPT = """
@@ -956,6 +957,22 @@ def test_a_script_that_does_not_train(script: pathlib.Path) -> None:
         result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "1GiB", str(script)])
         assert result.exit_code == int(code or 0)
         assert ("no training step was found" in result.stderr) == is_told
+
+
+@pytest.mark.usefixtures("restored")
+def test_threads_that_outlive_the_script_train_within_the_budget(tmp_path: pathlib.Path) -> None:
+    script, journal = tmp_path / "train", tmp_path / "run.json"
+    lines = textwrap.dedent(SCRIPT).split("for index", 1)
+    loop = textwrap.indent("for index" + lines[1].split("print(", 1)[0], "    ")
+    (tmp_path / "neighbour.py").touch()
+    script.write_text(
+        f"{lines[0]}\nimport concurrent.futures, threading, time\ndef train():\n    time.sleep(0.1)\n{loop}\n"
+        "idle = concurrent.futures.ThreadPoolExecutor(1)\nidle.submit(int).result()\n"
+        "threading.Thread(target=train).start()\n"
+    )
+    result = CliRunner().invoke(make_app(), ["run", "--memory-budget", "4MiB", "-o", str(journal), str(script), "0"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert len(elbowroom.load(Journal, journal).steps) == 3
 
 
 def test_a_killed_process_leaves_its_journal(script: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -115,9 +115,10 @@ class CudaStreams:
 
     def note_computing(self, stream: StreamNumbers) -> None:
         number, index, kind = stream
-        if index == self.device.index and self._computing.add(
-            torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
-        ):
+        if index != self.device.index:
+            return
+        self._computing.add(torch.cuda.default_stream(self.device))
+        if self._computing.add(torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)):
             self.meet()
 
     def meet(self) -> None:

@@ -48,13 +48,14 @@ class ScriptRequest:
 
 
 def names_script(arguments: Sequence[str]) -> bool:
-    """Tell whether arguments of `elbowroom run` name a Python file or a module to run, and not a workload."""
+    """Tell whether arguments of `elbowroom run` name a file or a module to run, and not a workload."""
     count = _count_own(arguments)
     if count is None:  # of an option that is not known: the message says so
         return any(each == "-m" or each.endswith(".py") for each in arguments)
     if count == len(arguments):
         return False
-    return arguments[count] == "-m" or arguments[count].endswith(".py")
+    target = arguments[count]
+    return target == "-m" or target.endswith(".py") or pathlib.Path(target).exists()
 
 
 def read_request(

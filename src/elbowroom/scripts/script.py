@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import importlib.util
 import io
 import os
 import pathlib
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +52,11 @@ def run_script(request: ScriptRequest) -> int:
     program.open()
     failure: BaseException | None = None
     try:
-        exec(code, vars(module))
+        try:
+            exec(code, vars(module))
+        except SystemExit as error:
+            failure = error
+        _wait_for_threads()
     except BaseException as error:
         failure = error
     is_exit = isinstance(failure, SystemExit)
@@ -66,6 +72,18 @@ def run_script(request: ScriptRequest) -> int:
     if failure is not None:
         raise failure
     return 0
+
+
+def _wait_for_threads() -> None:
+    """Wait for the script's threads, as Python does when a program ends. Threads of executors may be idle for ever."""
+    idle = concurrent.futures.thread._threads_queues
+    while running := [
+        each
+        for each in threading.enumerate()
+        if each is not threading.current_thread() and not each.daemon and each not in idle
+    ]:
+        for each in running:
+            each.join()
 
 
 def complain(message: str) -> None:
