@@ -129,7 +129,7 @@ class StepPlanner:
                 refused may end in the middle of an update.
         """
         config = self.config
-        if config.strategy != "auto" and not is_running:
+        if config.strategy != "auto" and (not is_running or lease.host_bytes is not None):
             return ""
         trace = release_unneeded(trace)
         manages = Manages(config.manages)

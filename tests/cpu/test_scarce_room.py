@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import types
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 import elbowroom
+from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from tests.state_jobs import StateJob, assert_same, list_tensors
@@ -41,7 +44,7 @@ def fit(job: StateJob, profile: HardwareProfile, budget: int, **options: Any) ->
     )
 
 
-@pytest.mark.parametrize(("share", "host_bytes"), [(0.97, 0), (0.86, 0), (0.77, 4 << 20)])
+@pytest.mark.parametrize(("share", "host_bytes"), [(0.97, 0), (0.93, 0), (0.88, 0), (0.86, 0), (0.77, 4 << 20)])
 def test_captured_steps_compute_again_what_has_no_room_below(
     share: float, host_bytes: int, profile: HardwareProfile
 ) -> None:
@@ -70,3 +73,35 @@ def test_set_budget_takes_what_the_room_has_run_within(profile: HardwareProfile)
             planned = [each.mode in (Mode.PLANNED, Mode.PLAIN) for each in room.journal().steps[-2:]]
             assert all(planned) if nbytes > budget else not any(planned)
         assert max(each.peak_bytes or 0 for each in room.journal().steps[-STEPS:]) <= budget
+
+
+def test_set_budget_refuses_what_has_no_room_below(profile: HardwareProfile) -> None:
+    job = make_job()
+    with fit(job, profile, 2 * PEAK_BYTES, strategy="keep_all", host_bytes=PEAK_BYTES // 8) as room:
+        for index in range(STEPS):
+            if index == STEPS - 2:
+                with pytest.raises(Infeasible):
+                    room.set_budget(int(0.7 * PEAK_BYTES))
+            with room.step():
+                job.step(index)
+        assert room.journal().steps[-1].mode is Mode.PLAIN
+
+
+def test_a_room_that_is_collected_in_a_cycle_brings_state_back(profile: HardwareProfile) -> None:
+    def train() -> StateJob:
+        job = make_job()
+        room = fit(job, profile, int(0.5 * PEAK_BYTES))
+        for index in range(STEPS):
+            with room.step():
+                job.step(index)
+        assert room._pager.count_away() > 0
+        trainer = types.SimpleNamespace(room=room)
+        trainer.trainer = trainer
+        return job
+
+    plain = make_job()
+    for index in range(STEPS):
+        plain.step(index)
+    job = train()
+    gc.collect()
+    assert_same(list_tensors(job), list_tensors(plain))

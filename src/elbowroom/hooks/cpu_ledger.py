@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -43,7 +42,8 @@ class CpuLedger:
         self._make_room: MakeRoom | None = None
         self._budget_bytes = NO_LIMIT
         self._has_warned = False
-        self.scope.set_make_room(_make_asker(weakref.ref(self)))
+        self._asked = [self]  # cleared when it is closed: the scope is never freed
+        self.scope.set_make_room(_make_asker(self._asked))
         count_new_storages()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -141,17 +141,17 @@ class CpuLedger:
         self._native.trim_pages(everywhere=True)
 
     def close(self) -> None:
+        self._asked.clear()
         self._make_room = None
         self.scope.close()
         self.trim()
 
 
-def _make_asker(ledger: weakref.ref[CpuLedger]) -> Callable[[int, int], bool]:
-    """Return what a scope, which is never freed, calls to make room in a ledger."""
+def _make_asker(ledgers: list[CpuLedger]) -> Callable[[int, int], bool]:
+    """Return what a scope calls to make room. `ledgers`: one, or none any more."""
 
     def ask(requested_bytes: int, missing_bytes: int) -> bool:
-        found = ledger()
-        return found is not None and found.ask(requested_bytes, missing_bytes)
+        return any(each.ask(requested_bytes, missing_bytes) for each in tuple(ledgers))
 
     return ask
 

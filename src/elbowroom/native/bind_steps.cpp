@@ -305,7 +305,9 @@ void bind_watch(py::module_& module) {
           "limit_bytes", [](const OpWatch& watch) { return watch.limit_bytes.load(); },
           [](OpWatch& watch, int64_t nbytes) { watch.limit_bytes = nbytes; });
   module.def("began_with_gil", &PythonCall::began_with_gil, "Return whether this thread held the GIL when an op called Python.");
-  module.def("set_busy", [](bool is_busy) { get_thread().busy += is_busy ? EVERY_WATCHER : -EVERY_WATCHER; }, py::arg("is_busy"), "Hide the ops of this thread from all watchers, or end that. What they use of the model's state comes back as ever.");
+  module.def(
+      "set_aside", [](bool is_aside) { return std::exchange(get_thread().is_aside, is_aside); }, py::arg("is_aside"),
+      "Set whether the ops of this thread are left out of its step, which is told what they write. Return the former value.");
   module.def("set_watchers", &set_watchers, py::arg("watchers"), "Set the watchers that run every op of this thread.");
   module.def(
       "replace_device_counts",

@@ -269,7 +269,9 @@ void OpWatch::run_region(
   move_state(counted.position, false);
 }
 
-OpWatch::Count OpWatch::count(const OpKind& kind) { return kind.is_traced ? count(kind.name) : Count(); }
+OpWatch::Count OpWatch::count(const OpKind& kind) {
+  return kind.is_traced && !get_thread().is_aside ? count(kind.name) : Count();
+}
 
 OpWatch::Count OpWatch::count(const std::string& name) {
   Count counted;
@@ -336,7 +338,7 @@ bool OpWatch::is_expected(const std::string& name, Count& count) {
 
 bool OpWatch::may_record(const Count& count) const {
   if (count.tick >= 0) return true;
-  if (mode_ != Mode::RECORD) return false;
+  if (mode_ != Mode::RECORD || get_thread().is_aside) return false;
   return at::GradMode::is_enabled() && (scope_ == nullptr || scope_->live_bytes() > resting_bytes_);
 }
 

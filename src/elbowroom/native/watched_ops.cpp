@@ -190,7 +190,7 @@ void run_by(
     native->run(op, *kind, counted, stack, next);
     get_thread().moves = native;
     get_thread().position = counted.position;
-  } else if (is_seen_in_python(op)) {
+  } else if (is_seen_in_python(op) && !get_thread().is_aside) {
     PyObject* const objects = watchers->ptr(getPyInterpreter());
     has_begun = true;
     run_in_python(PyTuple_GET_ITEM(objects, static_cast<Py_ssize_t>(count - 1)), op, stack);

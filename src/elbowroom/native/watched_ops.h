@@ -35,6 +35,7 @@ struct Thread {
   bool has_skipped = false;  // it has since its step began: autograd may skip them again when a hook returns
   unsigned called_back = 0;  // `CalledBack` objects that have switched callbacks on
   unsigned ops_without_callbacks = 0;
+  bool is_aside = false;  // its ops are not part of the step, but what they write is reported
   bool has_left = false;  // its step ended in a backward pass, which restores the state that the thread had before
 };
 
@@ -121,9 +122,6 @@ inline OpWatch* find_only_watch(const Thread& thread) {
 void run_waiting(c10::function_ref<void()> run);
 // Whether this thread does so.
 bool is_running_waiting();
-
-// More than the watchers of any thread: added to `Thread::busy`, it hides ops from all of them.
-constexpr size_t EVERY_WATCHER = size_t{1} << 32;
 
 // Marks a watcher as running an op: neither it nor the watchers that ran before it see the ops that it calls.
 class Busy {

@@ -1,4 +1,4 @@
-"""Keeps the callbacks of futures out of the steps that are watched.
+"""Leaves the callbacks of futures out of the steps that are watched.
 
 A communication hook of DDP ends with `future.then(callback)`. The callback runs in the thread that calls `then` if the
 future is done by then, and in one of the backend's otherwise, so its ops would be part of some steps and not of others.
@@ -23,7 +23,10 @@ _users = 0
 
 
 class UnwatchedCallbacks:
-    """Until it is closed, watchers see no ops of callbacks that are added to a future, whichever thread runs them."""
+    """Until it is closed, ops of callbacks that are added to a future are part of no step, whichever thread runs them.
+
+    What they write in the step's own thread is reported, as by any op.
+    """
 
     def __init__(self) -> None:
         global _users
@@ -52,12 +55,12 @@ def _wrap(add: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add)
     def add_unwatched(future: torch._C.Future[Any], callback: Callable[..., Any]) -> Any:
         def call(done: torch._C.Future[Any]) -> Any:
-            set_busy = library.load().set_busy
-            set_busy(True)
+            set_aside = library.load().set_aside
+            former = set_aside(True)
             try:
                 return callback(done)
             finally:
-                set_busy(False)
+                set_aside(former)
 
         return add(future, call)
 

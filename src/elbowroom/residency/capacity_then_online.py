@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from elbowroom.ir.events import Event, PressureRaised
+from elbowroom.ir.actions import Release
+from elbowroom.ir.events import Event, PressureRaised, StorageSaved
 from elbowroom.residency import capacity_first
 from elbowroom.residency.machine import Intent
 from elbowroom.residency.online import Online
@@ -27,9 +28,16 @@ class Policy:
         is_pressure = isinstance(event, PressureRaised)
         if not is_pressure:
             self._online.watch(event)
-        intents = list(self._first.decide(event))
+        intents = [each for each in self._first.decide(event) if self._may_leave(each, event)]
         if is_pressure and not intents:
             return self._online.decide(event)
         for intent in intents:
             self._online.learn(intent)
         return intents
+
+    def _may_leave(self, intent: Intent, event: Event) -> bool:
+        """Tell whether an intent is possible: a storage that was needed before may have no copy to be released to."""
+        if not isinstance(intent, Release) or (isinstance(event, StorageSaved) and intent.storage == event.storage):
+            return True
+        context = self._online.context
+        return not context.may_move(intent.storage) or context.copy_out_seconds(intent.storage) == 0
