@@ -151,7 +151,9 @@ def _make_asker(ledgers: list[CpuLedger]) -> Callable[[int, int], bool]:
     """Return what a scope calls to make room. `ledgers`: one, or none any more."""
 
     def ask(requested_bytes: int, missing_bytes: int) -> bool:
-        return any(each.ask(requested_bytes, missing_bytes) for each in tuple(ledgers))
+        for each in ledgers:  # without a frame of its own, which the error would keep
+            return each.ask(requested_bytes, missing_bytes)
+        return False
 
     return ask
 
