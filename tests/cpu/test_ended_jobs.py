@@ -15,9 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import elbowroom
-from elbowroom.errors import Infeasible, UsageError
+from elbowroom.errors import Infeasible, RankLost, UsageError
 from elbowroom.hooks.failed_backward import forget_failed_backward
 from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.ranks.rank_group import RankGroup
 from tests.leaks import list_threads
 
 WIDTH, ROWS = 64, 256
@@ -165,3 +166,18 @@ def test_a_model_is_fitted_with_the_replica_around_it(profile: HardwareProfile) 
         del model, optimizer
         gc.collect()
     assert live_bytes[0] == live_bytes[1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_ranks_that_have_lost_each_other_say_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("timed out")
+
+    group = RankGroup([0], 1.0)
+    with monkeypatch.context() as context:
+        context.setattr(distributed, "all_gather_object", fail)
+        with pytest.raises(RankLost, match="rank 0 waited for the others at the first"):
+            group.gather("the first", 1)
+    with pytest.raises(RankLost, match=r"cannot meet the others at the second, .*: rank 0 waited .* at the first"):
+        group.gather("the second", 1)
+    group.close()

@@ -16,11 +16,13 @@ from elbowroom.errors import (
     ArenaTooSmall,
     ElbowroomError,
     Infeasible,
+    MemoryRefused,
     Thrashing,
     TierFull,
     TraceError,
     UnknownMember,
     UsageError,
+    find_nearer,
 )
 from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir import updates
@@ -371,3 +373,11 @@ def test_errors_can_be_pickled(error: ElbowroomError) -> None:
     assert type(found) is type(error) and str(found) == str(error)
     assert str(found).replace("\n", " ") == expected.replace("\n", " ")
     assert vars(found) == {**vars(error), **error.left_out_of_pickles}
+
+
+def test_the_refusal_that_needs_least_is_kept() -> None:
+    large, small = (Infeasible(needed_bytes=each, budget_bytes=5, op="", is_whole_step=False) for each in (20, 10))
+    assert find_nearer(None, large) is large
+    assert find_nearer(large, small) is find_nearer(small, large) is small
+    refused = MemoryRefused(1, 2, 3, ())
+    assert find_nearer(small, refused) is refused and find_nearer(refused, large) is large

@@ -22,3 +22,12 @@ def test_kinds_that_take_turns_are_all_captured(kinds: int) -> None:
             schedule.note_recurrence(step, None)
         seen.add(kind)
     assert known == set(range(kinds))
+
+
+def test_captures_begin_anew_after_futile_ones() -> None:
+    schedule = CaptureSchedule()
+    for step in (0, 1, 3, 7):
+        schedule.put_off(step, "no plan fits")
+    assert not schedule.is_due(8, knows_some=False)
+    schedule.begin_anew()
+    assert schedule.is_due(8, knows_some=False)

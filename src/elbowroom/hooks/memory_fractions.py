@@ -20,7 +20,7 @@ class MemoryFractions:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may end the step of another room meanwhile
         self._limits: dict[object, float] = {}
         self._lifted: set[object] = set()
         self._own: float | None = None  # the program's
@@ -56,7 +56,7 @@ class MemoryFractions:
     def _enforce(self) -> None:
         if self._own is None:
             return
-        limits = () if self._lifted else self._limits.values()
+        limits = () if self._lifted else tuple(self._limits.values())
         fraction = min((self._own, *limits))
         if fraction != self._in_force:
             torch.cuda.set_per_process_memory_fraction(fraction, self._device)

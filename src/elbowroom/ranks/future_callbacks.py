@@ -17,7 +17,7 @@ from elbowroom.native import library
 
 _PATCHED = ("then", "add_done_callback")
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # the garbage collector may close those of another room meanwhile
 _originals: dict[str, Any] = {}
 _users = 0
 
