@@ -126,10 +126,10 @@ py::list replay_all(const std::vector<RecordingPtr>& recordings, const py::list&
   return found;
 }
 
-template <bool (Recording::*ask)() const>
-bool ask_with_mutex(const Recording& recording, StorageTable& table) {
+template <auto ask, typename... Args>
+bool ask_with_mutex(const Recording& recording, StorageTable& table, const Args&... args) {
   const std::lock_guard<std::mutex> guard(table.mutex);
-  return (recording.*ask)();
+  return (recording.*ask)(args...);
 }
 
 void bind_records(py::module_& module) {
@@ -224,6 +224,7 @@ void bind_records(py::module_& module) {
       .def_readonly("nbytes", &Recording::nbytes)
       .def_readonly("read_bytes", &Recording::read_bytes)
       .def("is_back", &Recording::is_back, py::call_guard<py::gil_scoped_release>())
+      .def("is_intact", &ask_with_mutex<&Recording::is_intact, std::vector<StorageRecord*>>, py::arg("table"), py::arg("copied"))
       .def("is_open", &ask_with_mutex<&Recording::is_open>, py::arg("table"))
       .def("is_current", &ask_with_mutex<&Recording::is_current>, py::arg("table"));
   module.def(

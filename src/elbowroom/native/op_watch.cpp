@@ -180,7 +180,7 @@ void OpWatch::retry(
 void OpWatch::run_unrecorded(
     const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next) {
   if (kind.is_idle) return next();
-  if (!written.empty()) tell(callbacks_.before_write, written);
+  if (!written.empty()) tell_before(written);
   static const std::function<void()> nothing = [] {};
   call(kind, written, sizes, next, may_retry(kind, written) ? &nothing : nullptr);
   if (!written.empty()) tell(callbacks_.after_write, written, true);
@@ -188,7 +188,7 @@ void OpWatch::run_unrecorded(
 }
 
 void OpWatch::run_sliced(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next) {
-  if (!written.empty()) tell(callbacks_.before_write, written);
+  if (!written.empty()) tell_before(written);
   restore_limit();  // slices that are refused memory become smaller
   retry(kind, written, Sizes(), next, nullptr);
   if (!written.empty()) tell(callbacks_.after_write, written, true);
@@ -209,7 +209,7 @@ void OpWatch::run(
   const Sizes sizes = limits_device() ? measure_boxed(arguments, count) : Sizes();
   if (!is_recorded && given.empty()) return run_unrecorded(kind, written, sizes, next);
   if (is_recorded) count_inputs(arguments, count);  // first: if there is no room, nothing has happened yet
-  if (!written.empty()) tell(callbacks_.before_write, written);
+  if (!written.empty()) tell_before(written);
   RecordedOpPtr recorded;
   if (is_recorded && !written.empty()) recorded = describe(op, kind, arguments, count, counted.tick);
   std::function<void()> restore;
@@ -252,7 +252,7 @@ void OpWatch::run_region(
   if (is_closed_) return next();
   const Count counted = count(name);
   move_state(counted.position, true);
-  tell(callbacks_.before_write, written);
+  tell_before(written);
   try {
     const Running running(name);
     if (limits_device()) {
@@ -342,6 +342,16 @@ bool OpWatch::may_record(const Count& count) const {
   return at::GradMode::is_enabled() && (scope_ == nullptr || scope_->live_bytes() > resting_bytes_);
 }
 
+void OpWatch::tell_before(at::TensorList written) {
+  {
+    const std::lock_guard<std::mutex> guard(table_->mutex);
+    for (const at::Tensor& tensor : written) {
+      if (const StorageRecordPtr& record = table_->find(find_storage(tensor))) record->find_unwatched_writes();
+    }
+  }
+  tell(callbacks_.before_write, written);
+}
+
 void OpWatch::tell(const std::function<void(const at::Tensor&)>& callback, at::TensorList written, bool forgets) {
   for (const at::Tensor& tensor : written) {
     const c10::StorageImpl* storage = find_storage(tensor);
@@ -352,6 +362,7 @@ void OpWatch::tell(const std::function<void(const at::Tensor&)>& callback, at::T
       const std::lock_guard<std::mutex> guard(table_->mutex);
       if (const StorageRecordPtr& record = table_->find(storage)) {
         ++record->version;
+        record->note_versions();
         record->nbytes = static_cast<int64_t>(storage->nbytes());  // it may have grown
         is_guarded = record->is_guarded;
         if (forgets) forgotten = record->forget_ops();
@@ -395,6 +406,7 @@ void OpWatch::put_down(
     // An argument that is returned was not made by the op, even if its schema hides that it returns a view.
     if (is_read || record->made_by || record->version != 0 || record->is_staying) continue;
     record->made_by = op;
+    record->follow_versions(*tensor.unsafeGetTensorImpl());
     new_bytes += record->nbytes;
   }
   op->inner_bytes = std::max<int64_t>(0, op->inner_bytes - new_bytes);

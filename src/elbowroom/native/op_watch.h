@@ -211,6 +211,7 @@ class OpWatch {
   // Forgets the ops that made these.
   void forget_ops(at::TensorList written);
   // Reports that an op is about to write to these, or has written.
+  void tell_before(at::TensorList written);
   void tell(const std::function<void(const at::Tensor&)>& callback, at::TensorList written, bool forgets = false);
 
   const c10::DeviceType device_;

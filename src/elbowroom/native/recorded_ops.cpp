@@ -22,11 +22,13 @@ std::optional<Slot> describe_one(const at::Tensor& tensor, StorageTable& table, 
   if (!is_plain(tensor, device)) return std::nullopt;
   Slot slot;
   slot.record = table.see(tensor.storage());
+  slot.record->follow_versions(*tensor.unsafeGetTensorImpl());
   slot.dtype = tensor.scalar_type();
   slot.sizes = tensor.sizes();
   slot.strides = tensor.strides();
   slot.offset = tensor.storage_offset();
   slot.version = slot.record->version;
+  slot.unwatched_writes = slot.record->unwatched_writes;
   return slot;
 }
 
@@ -41,7 +43,13 @@ at::Tensor view(const Slot& slot, c10::Storage storage) {
   return made;
 }
 
-bool is_leaf(const StorageRecord& record, const Slot& slot) { return record.is_saved() && record.version == slot.version; }
+// Returns whether what an op read is unchanged.
+bool is_unchanged(const Slot& slot) {
+  slot.record->find_unwatched_writes();
+  return slot.record->version == slot.version && slot.record->unwatched_writes == slot.unwatched_writes;
+}
+
+bool is_leaf(const Slot& slot) { return slot.record->is_saved() && is_unchanged(slot); }
 
 bool makes(const RecordedOp& op, const StorageRecord* record) {
   const auto is_it = [&](const RecordedOp::Made& made) { return made.record._unsafe_get_target() == record; };
@@ -202,17 +210,29 @@ bool Recording::is_open() const {
   return is_current() && std::all_of(leaves.begin(), leaves.end(), [](const auto& leaf) { return leaf->is_saved(); });
 }
 
+bool Recording::starts_from(const Slot& slot) const {
+  return slot.kept || std::find(leaves.begin(), leaves.end(), slot.record) != leaves.end();
+}
+
 bool Recording::is_current() const {
-  const std::set<const StorageRecord*> read = [&] {
-    std::set<const StorageRecord*> found;
-    for (const auto& leaf : leaves) found.insert(leaf.get());
-    return found;
-  }();
+  target->find_unwatched_writes();
+  if (target->unwatched_writes > 0) return false;
   for (const RecordedOpPtr& op : ops) {
     for (const Slot& slot : op->slots) {
-      if (slot.contents.is_known()) continue;
-      const bool is_from_outside = slot.kept || read.count(slot.record.get()) > 0;
-      if (slot.is_read && is_from_outside && slot.record->version != slot.version) return false;
+      if (!slot.is_read || slot.contents.is_known()) continue;
+      if (starts_from(slot) ? !is_unchanged(slot) : slot.unwatched_writes > 0) return false;
+    }
+  }
+  return true;
+}
+
+bool Recording::is_intact(const std::vector<StorageRecord*>& copied) const {
+  for (const RecordedOpPtr& op : ops) {
+    for (const Slot& slot : op->slots) {
+      if (!slot.is_read || slot.contents.is_known() || !starts_from(slot)) continue;
+      if (std::find(copied.begin(), copied.end(), slot.record.get()) != copied.end()) continue;
+      slot.record->find_unwatched_writes();
+      if (slot.record->unwatched_writes != slot.unwatched_writes) return false;
     }
   }
   return true;
@@ -232,7 +252,8 @@ RecordingPtr find_recording(const StorageRecordPtr& target) {
   while (!stack.empty()) {
     const StorageRecordPtr record = std::move(stack.back());
     stack.pop_back();
-    if (!record->made_by) return {};
+    record->find_unwatched_writes();
+    if (!record->made_by || record->unwatched_writes > 0) return {};
     std::vector<RecordedOpPtr> by{record->made_by};
     by.insert(by.end(), record->changed_by.begin(), record->changed_by.end());
     for (const RecordedOpPtr& op : by) {
@@ -242,10 +263,10 @@ RecordingPtr find_recording(const StorageRecordPtr& target) {
       for (const Slot& slot : op->slots) {
         if (slot.kept) {
           // The program has written to it since, or its contents may be away when they are needed.
-          if (slot.is_read && (slot.version != slot.record->version || slot.contents.is_known())) return {};
+          if (slot.is_read && (!is_unchanged(slot) || slot.contents.is_known())) return {};
           continue;
         }
-        if (seen.count(slot.record.get()) > 0 || is_leaf(*slot.record, slot)) continue;
+        if (seen.count(slot.record.get()) > 0 || is_leaf(slot)) continue;
         seen.insert(slot.record.get());
         stack.push_back(slot.record);
       }

@@ -42,6 +42,7 @@ struct Slot {
   c10::DimVector sizes, strides;
   int64_t offset;
   int64_t version;  // of the record, when the op read it
+  int64_t unwatched_writes;  // to the record, before the op read it
   uint32_t argument;
   int32_t item;  // index in a list of tensors; -1 for a single tensor
   bool is_read = true;  // false for statistics that the op only updates
@@ -94,6 +95,9 @@ class Recording final : public c10::intrusive_ptr_target {
   // and all leaves are saved (`is_open`).
   bool is_open() const;
   bool is_current() const;
+  // With the table's mutex held: returns whether no op that is not watched has written to what the ops read, since they
+  // read it. `copied`: leaves and sources of which the replay reads copies.
+  bool is_intact(const std::vector<StorageRecord*>& copied) const;
   // Returns whether all storages whose contents come back have those that the ops read.
   bool is_back() const;
 
@@ -105,6 +109,9 @@ class Recording final : public c10::intrusive_ptr_target {
   double seconds = 0;
   int64_t nbytes = 0;  // peak that the replay allocates
   int64_t read_bytes = 0;  // of the storages that the replay starts from, which it needs on the device
+
+ private:
+  bool starts_from(const Slot& slot) const;
 };
 using RecordingPtr = c10::intrusive_ptr<Recording>;
 

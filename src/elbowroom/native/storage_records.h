@@ -3,6 +3,7 @@
 
 #include <c10/core/SafePyObject.h>
 #include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/util/flat_hash_map.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -37,6 +38,24 @@ class StorageRecord final : public c10::intrusive_ptr_target {
     id = -1;
     is_known = is_handled = false;
   }
+  // Follows the version counter of a tensor of it, unless it follows one already. Finds writes that were not watched.
+  void follow_versions(const c10::TensorImpl& tensor) {
+    if (counter_.enabled()) return find_unwatched_writes();
+    counter_ = tensor.version_counter();  // disabled for inference tensors
+    note_versions();
+  }
+  // Takes the version counter's value to be that of the latest watched write.
+  void note_versions() {
+    if (counter_.enabled()) counted_ = counter_.current_version();
+  }
+  // Counts a write if the version counter has risen since the latest watched write. A lower value is of code that has set
+  // it back.
+  void find_unwatched_writes() {
+    if (!counter_.enabled()) return;
+    const uint32_t now = counter_.current_version();
+    if (now > counted_) ++unwatched_writes;
+    counted_ = now;
+  }
   // Forgets the ops that computed its contents, and returns them, to be destroyed without the mutex.
   std::vector<RecordedOpPtr> forget_ops();
 
@@ -46,7 +65,8 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   const c10::StorageImpl* key;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // the latest one, if it was reloaded or recomputed
   int64_t nbytes;
-  int64_t version = 0;  // incremented before and after each op that writes to it
+  int64_t version = 0;  // incremented before and after each watched op that writes to it
+  int64_t unwatched_writes = 0;  // by other threads, as far as they were found
   int64_t views = 0;    // number of its saved tensors that Python or a plan moves, and autograd has not released
   std::vector<std::weak_ptr<Save>> kept;  // its other saved tensors, which the extension keeps
   std::atomic<int64_t> kept_count{0};     // size of `kept`; not guarded
@@ -57,6 +77,10 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   std::shared_ptr<c10::SafePyObject> residence;  // weak reference to the Python object; accessed with the GIL
   RecordedOpPtr made_by;  // null if unknown, or if an unrecorded op has written to it since
   std::vector<RecordedOpPtr> changed_by;  // ops that wrote to it since, in order
+
+ private:
+  c10::VariableVersion counter_;  // of one of its tensors
+  uint32_t counted_ = 0;          // value of the counter after the latest watched write
 };
 using StorageRecordPtr = c10::intrusive_ptr<StorageRecord>;
 

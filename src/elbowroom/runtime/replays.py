@@ -26,14 +26,15 @@ def count_bytes(recordings: Sequence[Recording]) -> int:
     return int(library.load().count_replay(list(recordings)))
 
 
-def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage]) -> None:
+def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage], table: Any) -> None:
     """Recompute the targets of several recordings together and assign the new storages to `outputs`.
 
-    Each op runs under the numeric settings of its first run, without autograd, saved-tensor hooks, autocast, dispatch
+    `table`: the records of the step's storages. Each op runs under the numeric settings of its first run, without autograd, saved-tensor hooks, autocast, dispatch
     modes and random generators.
 
     Raises:
-        SavedTensorLost: weights that FSDP gathers are not there, or differ from those that the ops read.
+        SavedTensorLost: weights that FSDP gathers are not there, or differ from those that the ops read; or another
+            thread has written to a tensor that the ops read.
     """
     if not all(recording.is_back() for recording in recordings):
         raise SavedTensorLost(
@@ -42,7 +43,14 @@ def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage]) -> 
             "sharded modules; or give mode='dynamic', in which nothing is computed from such weights."
         )
     leaves = {leaf.record: leaf.find_storage() for recording in recordings for leaf in recording.leaves}
-    leaves |= {read.record: copied for saved in outputs for read, copied in saved.inputs.items()}
+    copies = {read.record: copied for saved in outputs for read, copied in saved.inputs.items()}
+    if not all(recording.is_intact(table, list(copies)) for recording in recordings):
+        raise SavedTensorLost(
+            "a saved tensor was to be computed again from a tensor that a thread of the program, or a callback in a thread "
+            "of PyTorch, has written to since the forward pass. Write to it in the thread of the step, or between steps; or "
+            "give host_bytes and strategy='offload_all', with which nothing is computed again."
+        )
+    leaves |= copies
     storages = library.load().replay(list(recordings), list(leaves.items()))
     for saved, storage in zip(outputs, storages, strict=True):
         saved.storage = storage
