@@ -180,18 +180,18 @@ void OpWatch::retry(
 void OpWatch::run_unrecorded(
     const OpKind& kind, at::TensorList written, const Sizes& sizes, c10::function_ref<void()> next) {
   if (kind.is_idle) return next();
-  if (!written.empty()) tell_before(written);
+  if (!written.empty()) tell(Write::BEGINS, written);
   static const std::function<void()> nothing = [] {};
   call(kind, written, sizes, next, may_retry(kind, written) ? &nothing : nullptr);
-  if (!written.empty()) tell(callbacks_.after_write, written, true);
+  if (!written.empty()) tell(Write::ENDS_UNRECORDED, written);
   table_->sweep_if_many();
 }
 
 void OpWatch::run_sliced(const OpKind& kind, at::TensorList written, c10::function_ref<void()> next) {
-  if (!written.empty()) tell_before(written);
+  if (!written.empty()) tell(Write::BEGINS, written);
   restore_limit();  // slices that are refused memory become smaller
   retry(kind, written, Sizes(), next, nullptr);
-  if (!written.empty()) tell(callbacks_.after_write, written, true);
+  if (!written.empty()) tell(Write::ENDS_UNRECORDED, written);
 }
 
 void OpWatch::run(
@@ -209,7 +209,7 @@ void OpWatch::run(
   const Sizes sizes = limits_device() ? measure_boxed(arguments, count) : Sizes();
   if (!is_recorded && given.empty()) return run_unrecorded(kind, written, sizes, next);
   if (is_recorded) count_inputs(arguments, count);  // first: if there is no room, nothing has happened yet
-  if (!written.empty()) tell_before(written);
+  if (!written.empty()) tell(Write::BEGINS, written);
   RecordedOpPtr recorded;
   if (is_recorded && !written.empty()) recorded = describe(op, kind, arguments, count, counted.tick);
   std::function<void()> restore;
@@ -243,7 +243,7 @@ void OpWatch::run(
     recorded->inner_bytes = std::max<int64_t>(0, inner_bytes);
   }
   if (recorded || !written.empty()) put_down(std::move(recorded), *stack, returned, written, counted.tick);
-  if (!written.empty()) tell(callbacks_.after_write, written);
+  if (!written.empty()) tell(Write::ENDS, written);
   table_->sweep_if_many();
 }
 
@@ -252,7 +252,7 @@ void OpWatch::run_region(
   if (is_closed_) return next();
   const Count counted = count(name);
   move_state(counted.position, true);
-  tell_before(written);
+  tell(Write::BEGINS, written);
   try {
     const Running running(name);
     if (limits_device()) {
@@ -265,7 +265,7 @@ void OpWatch::run_region(
     forget_ops(written);
     throw;
   }
-  tell(callbacks_.after_write, written, true);
+  tell(Write::ENDS_UNRECORDED, written);
   move_state(counted.position, false);
 }
 
@@ -342,17 +342,9 @@ bool OpWatch::may_record(const Count& count) const {
   return at::GradMode::is_enabled() && (scope_ == nullptr || scope_->live_bytes() > resting_bytes_);
 }
 
-void OpWatch::tell_before(at::TensorList written) {
-  {
-    const std::lock_guard<std::mutex> guard(table_->mutex);
-    for (const at::Tensor& tensor : written) {
-      if (const StorageRecordPtr& record = table_->find(find_storage(tensor))) record->find_unwatched_writes();
-    }
-  }
-  tell(callbacks_.before_write, written);
-}
-
-void OpWatch::tell(const std::function<void(const at::Tensor&)>& callback, at::TensorList written, bool forgets) {
+void OpWatch::tell(Write moment, at::TensorList written) {
+  const bool begins = moment == Write::BEGINS;
+  const auto& callback = begins ? callbacks_.before_write : callbacks_.after_write;
   for (const at::Tensor& tensor : written) {
     const c10::StorageImpl* storage = find_storage(tensor);
     if (storage == nullptr) continue;
@@ -361,11 +353,10 @@ void OpWatch::tell(const std::function<void(const at::Tensor&)>& callback, at::T
     {
       const std::lock_guard<std::mutex> guard(table_->mutex);
       if (const StorageRecordPtr& record = table_->find(storage)) {
-        ++record->version;
-        record->note_versions();
+        begins ? record->begin_write() : record->end_write();
         record->nbytes = static_cast<int64_t>(storage->nbytes());  // it may have grown
         is_guarded = record->is_guarded;
-        if (forgets) forgotten = record->forget_ops();
+        if (moment == Write::ENDS_UNRECORDED) forgotten = record->forget_ops();
       }
     }
     if (is_guarded && callback) callback(tensor);
@@ -427,6 +418,7 @@ void OpWatch::forget_ops(at::TensorList written) {
     const c10::StorageImpl* storage = find_storage(tensor);
     const StorageRecordPtr record = storage == nullptr ? StorageRecordPtr() : table_->find(storage);
     if (!record) continue;
+    record->end_write();
     for (RecordedOpPtr& each : record->forget_ops()) forgotten.push_back(std::move(each));
   }
 }

@@ -208,11 +208,11 @@ class OpWatch {
       c10::function_ref<void()> next);
   class Unrefused;
   void lift_limit();
-  // Forgets the ops that made these.
+  // After a failed op: forgets the ops that made what it may have written to.
   void forget_ops(at::TensorList written);
+  enum class Write { BEGINS, ENDS, ENDS_UNRECORDED };
   // Reports that an op is about to write to these, or has written.
-  void tell_before(at::TensorList written);
-  void tell(const std::function<void(const at::Tensor&)>& callback, at::TensorList written, bool forgets = false);
+  void tell(Write moment, at::TensorList written);
 
   const c10::DeviceType device_;
   const std::shared_ptr<StorageTable> table_;

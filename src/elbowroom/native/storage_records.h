@@ -42,19 +42,27 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   void follow_versions(const c10::TensorImpl& tensor) {
     if (counter_.enabled()) return find_unwatched_writes();
     counter_ = tensor.version_counter();  // disabled for inference tensors
-    note_versions();
-  }
-  // Takes the version counter's value to be that of the latest watched write.
-  void note_versions() {
-    if (counter_.enabled()) counted_ = counter_.current_version();
+    note_version();
   }
   // Counts a write if the version counter has risen since the latest watched write. A lower value is of code that has set
   // it back.
   void find_unwatched_writes() {
-    if (!counter_.enabled()) return;
+    if (!counter_.enabled() || is_being_written_) return;
     const uint32_t now = counter_.current_version();
     if (now > counted_) ++unwatched_writes;
     counted_ = now;
+  }
+  // Notes that a watched op is about to write to it.
+  void begin_write() {
+    find_unwatched_writes();
+    is_being_written_ = true;
+    ++version;
+  }
+  // Notes that a watched op has written to it, or failed.
+  void end_write() {
+    is_being_written_ = false;
+    note_version();
+    ++version;
   }
   // Forgets the ops that computed its contents, and returns them, to be destroyed without the mutex.
   std::vector<RecordedOpPtr> forget_ops();
@@ -79,8 +87,13 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   std::vector<RecordedOpPtr> changed_by;  // ops that wrote to it since, in order
 
  private:
-  c10::VariableVersion counter_;  // of one of its tensors
-  uint32_t counted_ = 0;          // value of the counter after the latest watched write
+  void note_version() {
+    if (counter_.enabled()) counted_ = counter_.current_version();
+  }
+
+  c10::VariableVersion counter_;   // of one of its tensors
+  uint32_t counted_ = 0;           // value of the counter after the latest watched write
+  bool is_being_written_ = false;  // by a watched op
 };
 using StorageRecordPtr = c10::intrusive_ptr<StorageRecord>;
 

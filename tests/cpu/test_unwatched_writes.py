@@ -1,0 +1,120 @@
+"""Writes of threads that are not watched: nothing is computed again from what they have changed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom
+from elbowroom.errors import SavedTensorLost
+from elbowroom.ir.hardware import HardwareProfile
+from elbowroom.room import Room
+
+STEPS = 4
+
+
+def run_elsewhere(write: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+
+
+class Gated(nn.Module):
+    """Each layer reads the gate. A thread clears it after the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.is_cleared = True
+
+    def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch) * (gate * 1.5).sigmoid()  # autograd saves the sigmoid's result, not the gate
+        if self.is_cleared:
+            run_elsewhere(gate.zero_)
+        return batch
+
+
+class DoubledInputs(Gated):
+    """A thread writes to the input of a sigmoid, whose result autograd saves."""
+
+    def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch) + gate
+            run_elsewhere(lambda values=batch.detach(): values.mul_(2))
+            batch = batch.sigmoid()
+        return batch
+
+
+class DoubledResults(Gated):
+    """A thread writes to a result before autograd saves it."""
+
+    def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch) + gate
+            run_elsewhere(lambda values=batch.detach(): values.mul_(2))
+            batch = batch.sin()
+        return batch
+
+
+def train(room: Room | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Train. Return losses and gradients."""
+    found = []
+    for index in range(STEPS):
+        generator = torch.Generator().manual_seed(index)
+        batch, gate = (torch.randn(1000, 64, generator=generator) for _ in range(2))
+        with contextlib.nullcontext() if room is None else room.step():
+            optimizer.zero_grad()
+            loss = model(batch, gate).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+            optimizer.step()
+    return found
+
+
+def make_job(kind: type[Gated]) -> tuple[Gated, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = kind()
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, budget: int, profile: HardwareProfile, **options: Any) -> Room:
+    return elbowroom.fit(
+        model, optimizer, budget, profile=profile, min_offload_bytes=256, op_time_store=False, **options
+    )
+
+
+RECOMPUTING = [{"strategy": "recompute_all"}, {"mode": "dynamic", "policy": "dtr"}]
+
+
+@pytest.mark.parametrize("options", RECOMPUTING)
+def test_no_result_is_computed_from_what_another_thread_has_written(options: Any, profile: HardwareProfile) -> None:
+    model, optimizer = make_job(Gated)
+    with fit(model, optimizer, 4_700_000, profile, **options) as room:
+        with pytest.raises(SavedTensorLost, match="a thread of the program"):
+            train(room, model, optimizer)
+        model.is_cleared = False
+        model.load_state_dict(make_job(Gated)[0].state_dict())
+        found = train(room, model, optimizer)
+        assert sum(each.recomputed for each in room.journal().steps) > 0
+    plain, plain_optimizer = make_job(Gated)
+    plain.is_cleared = False
+    assert all(map(torch.equal, found, train(None, plain, plain_optimizer)))
+
+
+@pytest.mark.parametrize("options", [*RECOMPUTING, {}])
+@pytest.mark.parametrize("kind", [DoubledInputs, DoubledResults])
+def test_what_another_thread_has_written_is_not_computed_again(
+    kind: type[Gated], options: Any, profile: HardwareProfile
+) -> None:
+    expected = train(None, *make_job(kind))
+    model, optimizer = make_job(kind)
+    with fit(model, optimizer, 4_700_000, profile, **options) as room:
+        found = train(room, model, optimizer)
+    assert all(map(torch.equal, found, expected))
