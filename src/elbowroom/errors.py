@@ -336,8 +336,8 @@ class RankLost(ElbowroomError):
 
 
 class SavedTensorLost(ElbowroomError):
-    """A saved tensor cannot be computed again: the weights that this takes are not gathered or have changed, or it was
-    given up when its step ended."""
+    """A saved tensor cannot be computed again: the weights that this takes are not gathered or have changed, another
+    thread has written to a tensor that this takes, or it was given up when its step ended."""
 
 
 class RanksDiffer(ElbowroomError):

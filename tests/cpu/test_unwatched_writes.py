@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,16 +29,20 @@ def run_elsewhere(write: Callable[[], Any]) -> None:
 class Gated(nn.Module):
     """Each layer reads the gate. A thread clears it after the forward pass."""
 
+    gate: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.register_buffer("gate", torch.zeros(1000, 64))
         self.is_cleared = True
 
     def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        self.gate.copy_(gate)
         for layer in self.layers:
-            batch = layer(batch) * (gate * 1.5).sigmoid()  # autograd saves the sigmoid's result, not the gate
+            batch = layer(batch) * (self.gate * 1.5).sigmoid()  # autograd saves the sigmoid's result, not the gate
         if self.is_cleared:
-            run_elsewhere(gate.zero_)
+            run_elsewhere(self.gate.zero_)
         return batch
 
 
@@ -47,7 +52,7 @@ class DoubledInputs(Gated):
     def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             batch = layer(batch) + gate
-            run_elsewhere(lambda values=batch.detach(): values.mul_(2))
+            run_elsewhere(functools.partial(batch.detach().mul_, 2))
             batch = batch.sigmoid()
         return batch
 
@@ -58,7 +63,7 @@ class DoubledResults(Gated):
     def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             batch = layer(batch) + gate
-            run_elsewhere(lambda values=batch.detach(): values.mul_(2))
+            run_elsewhere(functools.partial(batch.detach().mul_, 2))
             batch = batch.sin()
         return batch
 
@@ -84,7 +89,9 @@ def make_job(kind: type[Gated]) -> tuple[Gated, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, budget: int, profile: HardwareProfile, **options: Any) -> Room:
+def fit(
+    model: nn.Module, optimizer: torch.optim.Optimizer, budget: int, profile: HardwareProfile, **options: Any
+) -> Room:
     return elbowroom.fit(
         model, optimizer, budget, profile=profile, min_offload_bytes=256, op_time_store=False, **options
     )

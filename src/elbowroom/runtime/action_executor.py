@@ -274,7 +274,9 @@ class ActionExecutor:
             what = f"a replay of {len(segment.ops)} ops"
             self._state.watcher.restore_limit()  # it can be repeated
             with self._state.activity_log.replaying(), meeting(self.transfers.streams):
-                self._retry(lambda: replay(recordings, missing, self._storages.table), torch.OutOfMemoryError, nbytes, what)
+                self._retry(
+                    lambda: replay(recordings, missing, self._storages.table), torch.OutOfMemoryError, nbytes, what
+                )
             self._state.recomputed += 1
         for saved in missing:
             self._storages.table.put(saved.storage, saved.record)

@@ -29,8 +29,8 @@ def count_bytes(recordings: Sequence[Recording]) -> int:
 def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage], table: Any) -> None:
     """Recompute the targets of several recordings together and assign the new storages to `outputs`.
 
-    `table`: the records of the step's storages. Each op runs under the numeric settings of its first run, without autograd, saved-tensor hooks, autocast, dispatch
-    modes and random generators.
+    `table`: the records of the step's storages. Each op runs under the numeric settings of its first run, without
+    autograd, saved-tensor hooks, autocast, dispatch modes and random generators.
 
     Raises:
         SavedTensorLost: weights that FSDP gathers are not there, or differ from those that the ops read; or another
@@ -46,9 +46,9 @@ def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage], tab
     copies = {read.record: copied for saved in outputs for read, copied in saved.inputs.items()}
     if not all(recording.is_intact(table, list(copies)) for recording in recordings):
         raise SavedTensorLost(
-            "a saved tensor was to be computed again from a tensor that a thread of the program, or a callback in a thread "
-            "of PyTorch, has written to since the forward pass. Write to it in the thread of the step, or between steps; or "
-            "give host_bytes and strategy='offload_all', with which nothing is computed again."
+            "a saved tensor was to be computed again from a tensor that a thread of the program, or a callback in a "
+            "thread of PyTorch, has written to since the forward pass. Write to it in the thread of the step, or "
+            "between steps; or give strategy='offload_all', whose plans compute nothing again."
         )
     leaves |= copies
     storages = library.load().replay(list(recordings), list(leaves.items()))
