@@ -26,8 +26,8 @@ from elbowroom.plan_cache_entry import PlanCacheEntry
 from elbowroom.runtime.ending_step import ending_step
 from elbowroom.runtime.memory_guard import explain_growth
 from elbowroom.runtime.step_runner import StepRunner
+from elbowroom.tracing.gradients import telling_gradients
 from elbowroom.tracing.live import LiveCapture
-from elbowroom.tracing.tracer import telling_gradients
 
 logger = logging.getLogger(__name__)
 

@@ -62,6 +62,22 @@ def test_captured_steps_compute_again_what_has_no_room_below(
     assert any(each.recomputed for each in steps if each.mode is Mode.CAPTURE)
 
 
+@pytest.mark.parametrize("share", [0.95, 0.85])
+def test_steps_that_recompute_alone_get_a_plan(share: float, profile: HardwareProfile) -> None:
+    plain = make_job()
+    for index in range(STEPS):
+        plain.step(index)
+    job, budget = make_job(), int(share * PEAK_BYTES)
+    with fit(job, profile, budget, host_bytes=0) as room:
+        for index in range(STEPS):
+            with room.step():
+                job.step(index)
+        steps = room.journal().steps
+    assert_same(list_tensors(job), list_tensors(plain))
+    assert max(each.peak_bytes or 0 for each in steps) <= budget
+    assert all(each.mode is Mode.PLANNED and each.recomputed for each in steps[-2:])
+
+
 def test_set_budget_takes_what_the_room_has_run_within(profile: HardwareProfile) -> None:
     job, budget = make_job(), int(0.7 * PEAK_BYTES)
     with fit(job, profile, budget, strategy="keep_all") as room:

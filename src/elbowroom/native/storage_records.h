@@ -4,6 +4,7 @@
 #include <c10/core/SafePyObject.h>
 #include <c10/core/Storage.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -44,12 +45,14 @@ class StorageRecord final : public c10::intrusive_ptr_target {
     counter_ = tensor.version_counter();  // disabled for inference tensors
     note_version();
   }
-  // Counts a write if the version counter has risen since the latest watched write. A lower value is of code that has set
-  // it back.
+  // Counts a write if the version counter has risen since the latest watched write, whose own rise may follow its end. A
+  // lower value is of code that has set it back.
   void find_unwatched_writes() {
     if (!counter_.enabled() || is_being_written_) return;
     const uint32_t now = counter_.current_version();
-    if (now > counted_) ++unwatched_writes;
+    if (now == counted_) return;
+    if (now > counted_ + (is_rise_due_ ? 1 : 0)) ++unwatched_writes;
+    is_rise_due_ = false;
     counted_ = now;
   }
   // Notes that a watched op is about to write to it.
@@ -61,6 +64,8 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   // Notes that a watched op has written to it, or failed.
   void end_write() {
     is_being_written_ = false;
+    // Ops are watched below the kernel that raises the counter, which excludes its own key meanwhile.
+    is_rise_due_ = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
     note_version();
     ++version;
   }
@@ -93,6 +98,7 @@ class StorageRecord final : public c10::intrusive_ptr_target {
 
   c10::VariableVersion counter_;   // of one of its tensors
   uint32_t counted_ = 0;           // value of the counter after the latest watched write
+  bool is_rise_due_ = false;       // the latest watched write raises the counter after its end
   bool is_being_written_ = false;  // by a watched op
 };
 using StorageRecordPtr = c10::intrusive_ptr<StorageRecord>;

@@ -106,7 +106,7 @@ class SavedStorage:
 
     def count_references(self) -> int:
         """Return how many saved tensors share its bytes."""
-        return int(self.record.kept_count) + sum(not view.is_released for view in self.views.values())
+        return int(self.record.kept_count) + sum(not view.is_released for view in tuple(self.views.values()))
 
     def discard_view(self, index: int) -> None:
         """Remove a saved tensor that autograd has released."""
@@ -140,7 +140,7 @@ class SavedStorage:
         if self.record.kept_count:
             kept: torch.UntypedStorage | None = self.record.storage
             return kept
-        for view in self.views.values():
+        for view in tuple(self.views.values()):  # another thread may add one
             if not view.is_released:
                 storage: torch.UntypedStorage = view.storage
                 return storage

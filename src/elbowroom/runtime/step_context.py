@@ -101,13 +101,19 @@ class StepContext:
         if any(counts.get(storage, 0) > 0 for counts in self.pinned):
             return False
         saved = self._by_id.get(storage)
-        home = None if saved is None else saved.find_storage()
-        if saved is None or home is None:
+        if saved is None or saved.find_storage() is None:
             return False
         if self._state.has_no_room_below(saved) and self.find_safe_recording(saved) is None:
             return False
+        return not self.is_held(saved)
+
+    def is_held(self, saved: SavedStorage) -> bool:
+        """Tell whether the program holds a storage that is on the device."""
+        home = saved.find_storage()
+        if home is None:
+            return False
         own = saved.count_references()
-        return int(torch._C._storage_Use_Count(home._cdata)) <= own + 1  # 1 for the storage's Python object
+        return int(torch._C._storage_Use_Count(home._cdata)) > own + 1  # 1 for the storage's Python object
 
     def add_segment(self, storage: int) -> int:
         recording = self.find_path(storage)

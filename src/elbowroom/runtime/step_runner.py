@@ -9,6 +9,7 @@ Each step has its own runner, which autograd's packed tensors keep alive: a back
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -166,6 +167,8 @@ class StepRunner:
             self._moves.make(StorageSaved(storage, tick))
             if not saved.views[index].is_released and not self._machine.is_on_device(storage):
                 saved.release()  # it had left before, and the program alone still holds it
+            if self._observer is not None and saved.find_storage() is not None and self._context.may_move(storage):
+                self._observer.stays(index, functools.partial(self._context.is_held, saved))
             return packed
 
     def need(self, index: int, save: Any) -> torch.Tensor | None:

@@ -26,10 +26,11 @@ from elbowroom.hooks.dispatch_keys import PausedWatchers
 from elbowroom.hooks.storage_ids import get_plain_storage
 from elbowroom.ir.trace import Trace
 from elbowroom.progress import announcing
+from elbowroom.tracing.gradients import telling_gradients
 from elbowroom.tracing.iterators import IteratorTaken
 from elbowroom.tracing.live import count_state
 from elbowroom.tracing.residents import list_residents
-from elbowroom.tracing.tracer import Tracer, telling_gradients
+from elbowroom.tracing.tracer import Tracer
 from elbowroom.tracing.undo import undone
 
 SETTLING_STEPS = 3

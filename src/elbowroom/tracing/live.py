@@ -68,6 +68,7 @@ class LiveCapture:
         """
         self.tracer.pauses += 1
         self.tracer.origins.close()
+        self.tracer.ticks.close()
 
     def measure(self, trace: Trace, step_seconds: float, stall_seconds: float) -> Measurements | None:
         """Return the (stopped) meter's measurements of the ops of `trace`; None if this step did not begin with them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class Ticks:
@@ -16,9 +16,20 @@ class Ticks:
     def __init__(self) -> None:
         self.now = 0
         self._regions = 0
+        self._watched: list[Callable[[], bool]] = []
+
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        """Call a function at each entry until it returns True."""
+        self._watched.append(is_over)
+
+    def close(self) -> None:
+        """Call no function any more."""
+        self._watched = []
 
     def take(self) -> int:
         """Return the tick of an entry, which ends it."""
+        if self._watched:
+            self._watched = [each for each in self._watched if not each()]
         self.now += 1
         return self.now - 1
 

@@ -1,16 +1,15 @@
 """Records a step: a dispatch mode for its ops, and three methods that the saved-tensor hooks call.
 
 Used for fake and for real tensors. Weak references observe when the program frees a storage, so the saved-tensor hooks
-must not hold a saved tensor: otherwise the program's references and autograd's cannot be told apart.
+should not hold a saved tensor: the program's references and autograd's are told apart by counting them then (`stays`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -191,7 +190,8 @@ class Tracer(TorchDispatchMode):
         """Return an op, which ends its tick. `changed`: tensors that it wrote to in place."""
         tick = self.ticks.now
         written = self._count_writes(changed)
-        owner = self._find_owner((*(view.storage for view in reads), *written)) if origin.module is None else None
+        used = [self._seen[storage] for storage in (*(view.storage for view in reads), *written)]
+        owner = find_owner(used) if origin.module is None else None
         is_owned = owner is not None
         if is_owned:
             origin = Origin(owner, origin.line)
@@ -224,12 +224,6 @@ class Tracer(TorchDispatchMode):
                 seen.nbytes = max(seen.nbytes, tensor.untyped_storage().nbytes())  # an `out=` may have grown
         return written
 
-    def _find_owner(self, storages: Iterable[int]) -> str | None:
-        """Return the module that owns some of these storages, or their sources; None unless exactly one does."""
-        there = (self._seen[storage] for storage in storages)
-        owners = {seen.origin.module for seen in there if seen.role in OWNED or seen.is_of_owner} - {None}
-        return owners.pop() if len(owners) == 1 else None
-
     # -- saved tensors --------------------------------------------------------------------------------------------
 
     def saved(self, tensor: torch.Tensor, index: int | None = None) -> int:
@@ -253,6 +247,18 @@ class Tracer(TorchDispatchMode):
             if (open_needs := self._open_needs.find(storage)) is None:
                 self._open_needs.put(storage, open_needs := [])
             open_needs.append(index)
+
+    def stays(self, save: int, is_held: Callable[[], bool]) -> None:
+        """Expect a saved storage to stay, so that it is not freed when the program lets go of it: `is_held` tells."""
+        seen = self._seen[self._saves[save][1]]
+
+        def let_go() -> bool:
+            if is_held():
+                return False
+            self._died(seen)
+            return True
+
+        self.ticks.watch(let_go)
 
     def save_released(self, save: int) -> None:
         """Record that the graph node frees a save."""
@@ -341,40 +347,24 @@ class Tracer(TorchDispatchMode):
         return View(storage=seen.id, version=seen.version, dtype=dtype, shape=tuple(map(int, tensor.shape)))
 
     def _died(self, seen: _Seen) -> None:
-        seen.released = self.ticks.find_release()
+        if seen.released is None:
+            seen.released = self.ticks.find_release()
 
     def _needs_released(self, needs: list[int]) -> None:
         for need in needs:
             self._needs[need][2] = self.ticks.find_release()
 
 
+def find_owner(used: Iterable[_Seen]) -> str | None:
+    """Return the module that owns some of these storages, or their sources; None unless exactly one does."""
+    owners = {seen.origin.module for seen in used if seen.role in OWNED or seen.is_of_owner} - {None}
+    return owners.pop() if len(owners) == 1 else None
+
+
 def find_risk(storage: torch.UntypedStorage | None) -> str:
     """Return why an op that reads a storage may not be replayed; "" if it may be. `gathered_weights` tells of those."""
     is_risky = storage is not None and not is_gathered(storage) and is_shared(storage)
     return "code outside PyTorch may write to its inputs" if is_risky else ""
-
-
-@contextlib.contextmanager
-def telling_gradients(tracer: Tracer, model: torch.nn.Module) -> Iterator[None]:
-    """Report each gradient of a model to a tracer as it is accumulated."""
-
-    def tell(name: str) -> Callable[[torch.Tensor], None]:
-        def told(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                tracer.gradient(parameter.grad, name)
-
-        return told
-
-    handles = [
-        parameter.register_post_accumulate_grad_hook(tell(name))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.is_leaf
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
