@@ -1590,12 +1590,6 @@ def test_spill_folders_that_will_not_do(tmp_path: pathlib.Path, profile: Hardwar
     elbowroom.fit(model, adam(model), HUGE, profile=profile).detach()  # the failed attempts left no mark
 
 
-def test_a_small_host_budget(forced: Callable[[str], Runner]) -> None:
-    """The tier below is full before everything is out."""
-    runner = forced("offload_all")
-    runner.compare(loop(), host_bytes=4 * ROWS * WIDTH * 4)
-
-
 # Bytes that others write to unseen ------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import types
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 
 import elbowroom
-from elbowroom.errors import Infeasible
+from elbowroom.errors import Infeasible, TierFull
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
+from elbowroom.tiers.disk import SpillFile
 from tests.state_jobs import StateJob, assert_same, list_tensors
 
 STEPS = 6
@@ -62,20 +64,83 @@ def test_captured_steps_compute_again_what_has_no_room_below(
     assert any(each.recomputed for each in steps if each.mode is Mode.CAPTURE)
 
 
-@pytest.mark.parametrize("share", [0.95, 0.85])
-def test_steps_that_recompute_alone_get_a_plan(share: float, profile: HardwareProfile) -> None:
+@pytest.mark.parametrize(("share", "host_bytes"), [(0.95, 0), (0.85, 0), (0.5, 9 << 20)])
+def test_steps_that_recompute_get_a_plan(share: float, host_bytes: int, profile: HardwareProfile) -> None:
     plain = make_job()
     for index in range(STEPS):
         plain.step(index)
     job, budget = make_job(), int(share * PEAK_BYTES)
-    with fit(job, profile, budget, host_bytes=0) as room:
+    with fit(job, profile, budget, host_bytes=host_bytes) as room:
         for index in range(STEPS):
             with room.step():
                 job.step(index)
         steps = room.journal().steps
     assert_same(list_tensors(job), list_tensors(plain))
     assert max(each.peak_bytes or 0 for each in steps) <= budget
-    assert all(each.mode is Mode.PLANNED and each.recomputed for each in steps[-2:])
+    assert all(each.mode is Mode.PLANNED and (each.recomputed or host_bytes) for each in steps[-2:])
+
+
+def make_normed_job() -> StateJob:
+    """Make a job whose state takes half of the peak."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 128), nn.LayerNorm(128))
+        for _ in range(6)
+    ]
+    model = nn.Sequential(*blocks, nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(index: int) -> torch.Tensor:
+        torch.manual_seed(1000 + index)
+        loss = nn.functional.cross_entropy(model(torch.randn(256, 128)), torch.randint(0, 10, (256,)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return StateJob(model, [optimizer], step)
+
+
+@pytest.mark.parametrize(("budget", "host_bytes"), [(4 << 20, 6 << 20), (5 << 20, 5 << 20), (6 << 20, 4 << 20)])
+def test_captures_leave_room_below_for_state(budget: int, host_bytes: int, profile: HardwareProfile) -> None:
+    plain, job = make_normed_job(), make_normed_job()
+    for index in range(STEPS):
+        plain.step(index)
+    with elbowroom.fit(job.model, job.optimizers, budget, profile=profile, host_bytes=host_bytes) as room:
+        for index in range(STEPS):
+            with room.step():
+                job.step(index)
+        steps = room.journal().steps
+    assert_same(list_tensors(job), list_tensors(plain))
+    assert max(each.peak_bytes or 0 for each in steps) <= budget
+    assert steps[-1].mode is Mode.PLANNED
+
+
+def test_a_planned_step_goes_on_if_the_tier_below_is_full(
+    monkeypatch: pytest.MonkeyPatch, profile: HardwareProfile
+) -> None:
+    plain, job, budget = make_job(), make_job(), int(0.82 * PEAK_BYTES)
+    for index in range(STEPS):
+        plain.step(index)
+    with fit(job, profile, budget, manages="activations", strategy="offload_all") as room:
+        for index in range(STEPS - 1):
+            with room.step():
+                job.step(index)
+        reserve, calls = SpillFile.reserve, itertools.count()
+
+        def refuse_some(spill: SpillFile, nbytes: int, at: int | None = None) -> int:
+            if next(calls) < 4:
+                raise TierFull("the disk", nbytes, 0, "Make room.")
+            return reserve(spill, nbytes, at)
+
+        monkeypatch.setattr(SpillFile, "reserve", refuse_some)
+        with room.step():
+            job.step(STEPS - 1)
+        steps = room.journal().steps
+    assert_same(list_tensors(job), list_tensors(plain))
+    assert max(each.peak_bytes or 0 for each in steps) <= budget
+    assert steps[-2].mode is Mode.PLANNED
+    assert next(calls) > 0
 
 
 def test_set_budget_takes_what_the_room_has_run_within(profile: HardwareProfile) -> None:

@@ -95,7 +95,7 @@ class AccessHistory:
     """
 
     def __init__(self, *, is_bounded: bool = False) -> None:
-        self._is_bounded = is_bounded
+        self.is_bounded = is_bounded
         self.tried: dict[object, Any] = {}
         self.was_short, self._steps = False, 0
         self.before, self.present = StepAccesses(), StepAccesses()
@@ -105,7 +105,7 @@ class AccessHistory:
     def may_rest(self) -> bool:
         """Tell whether the first results of a step need not be recomputable, only offloadable: a step came before this
         one, and memory has never been short."""
-        return self._steps > 1 and not self.was_short and not self._is_bounded
+        return self._steps > 1 and not self.was_short and not self.is_bounded
 
     @property
     def events(self) -> int:

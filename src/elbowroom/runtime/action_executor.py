@@ -134,15 +134,14 @@ class ActionExecutor:
                     # It was coming back, and there is nothing else to give autograd; but its copy is still there.
                     saved.storage = None
                     raise
-                if not self.stay(saved, str(error)):
-                    raise
+                self.stay(saved, str(error))
         if not self._state.phase.follows_plan:
             self._thrash.check()
 
-    def stay(self, saved: SavedStorage, why: str) -> bool:
-        """Keep a storage whose offload has failed. Return False if the plan has no room for it."""
+    def stay(self, saved: SavedStorage, why: str) -> None:
+        """Keep a storage whose offload has failed."""
         self.discard_copy(saved)
-        return self._keep(saved, why)
+        self._keep(saved, why)
 
     def discard_copy(self, saved: SavedStorage) -> None:
         """Give up the copy of a storage in the tier below, if there is one."""
@@ -217,8 +216,7 @@ class ActionExecutor:
                 saved.copy = self.transfers.offload(storage, slot)
             self._state.activity_log.name_transfer(saved.copy, saved.record.id)
         except TierError as error:
-            if not self._keep(saved, str(error)):
-                raise
+            self._keep(saved, str(error))
 
     def _release(self, saved: SavedStorage) -> None:
         if saved.copy is not None or self._prepare_replay(saved):
@@ -336,20 +334,18 @@ class ActionExecutor:
                 self.perform(actions)
             idle_rounds += self._guard.count_missing(nbytes) >= missing_bytes
 
-    def _keep(self, saved: SavedStorage, why: str) -> bool:
-        """Keep a storage that could not leave. Returns whether there is room: outside of a plan, others can leave."""
+    def _keep(self, saved: SavedStorage, why: str) -> None:
+        """Keep a storage that could not leave. Leaves a plan that has no room for it: others can leave instead."""
         storage = saved.record.id
         self._machine.refuse(storage)
-        if self._state.phase.follows_plan:
-            if saved.nbytes > self._spare_bytes:
-                return False
-            self._spare_bytes -= saved.nbytes
-            self._state.refusal = self._state.refusal or why
-            return True
         self._state.refusal = self._state.refusal or why
+        if self._state.phase.follows_plan:
+            self._spare_bytes -= saved.nbytes
+            if self._spare_bytes >= 0:
+                return
+            self._state.saved_tensors.leave(why)
         self._state.stuck_bytes[storage] = saved.nbytes
         self._machine.policy.decide(StorageRestored(storage, self._state.events))  # which may have it dropped later
-        return True
 
     def _prepare_replay(self, saved: SavedStorage) -> bool:
         """Make sure that a storage about to be dropped can be computed again, whatever the step does next."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from elbowroom.errors import TransferFailed
 from elbowroom.ir.events import StorageNeeded, StorageSaved
 from elbowroom.runtime.action_executor import ActionExecutor
 from elbowroom.runtime.event_log import NO_STORAGE
@@ -89,7 +88,7 @@ class StepMoves:
         """Return a saved tensor whose storage was moved as planned and is not there, and make the moves that are due.
 
         Raises:
-            TransferFailed: it could not be read.
+            TierError: it could not be read.
         """
         if self._planned is not None and not self._planned.bring(storage):
             self.take_over()
@@ -100,11 +99,7 @@ class StepMoves:
         return given
 
     def take_over(self) -> None:
-        """Have the machine track the storages that were moved as planned, and move them from now on.
-
-        Raises:
-            TransferFailed: an offload has failed, and the plan has no room for the storage.
-        """
+        """Have the machine track the storages that were moved as planned, and move them from now on."""
         planned = self._planned
         if planned is None:
             return
@@ -148,5 +143,5 @@ class StepMoves:
             if planned.failed is not None:
                 storage, why = planned.failed
                 saved = self._state.storages.by_id.get(storage)
-                if saved is not None and not self._executor.stay(saved, why):
-                    raise TransferFailed(why)
+                if saved is not None:
+                    self._executor.stay(saved, why)

@@ -40,7 +40,7 @@ class StepPolicy:
             state.enter(Phase.MANAGED)
         if state.phase is Phase.FOLLOWING_PLAN:
             self._machine.policy = PlanPolicy(state.candidates[0].moves)
-        elif state.phase is Phase.CAPTURING:
+        elif state.phase is Phase.CAPTURING and not self._online.history.is_bounded:  # else the tier below may get full
             self._machine.policy = CapacityThenOnline(self._online, state.storages.may_move)
         else:
             self.manage(0 if state.candidates else -1, -1)

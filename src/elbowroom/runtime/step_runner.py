@@ -91,7 +91,9 @@ class StepRunner:
             self.state.storages.mark_persistent()
         self._context = StepContext(self.state, environment)
         # From a captured step, in which everything leaves, the policy learns nothing.
-        history = AccessHistory() if phase is Phase.CAPTURING else environment.history
+        history = environment.history
+        if phase is Phase.CAPTURING and not history.is_bounded:
+            history = AccessHistory()
         online = get(policies, environment.policy, "Policy")(self._context, history)
         self._policy = StepPolicy(self.state, self._context, online)
         thrash = ThrashGuard(self.state, environment)
