@@ -157,6 +157,6 @@ def _read_value(name: str, value: object, given_as: str) -> object:
             raise ValueError("it takes some text")
         if text not in CHOICES.get(name, (text,)):
             raise ValueError(f"there are: {', '.join(CHOICES[name])}")
-        return text
+        return os.path.abspath(text) if name == "spill_folder" else text  # the program may change its folder
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"invalid {given_as}={value!r}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 
 import pytest
@@ -64,6 +65,7 @@ def test_every_option_can_come_from_the_environment(monkeypatch: pytest.MonkeyPa
 
 
 def test_paths_and_zero() -> None:
+    assert read_config({}, spill_folder="spilled").spill_folder == os.path.abspath("spilled")
     found = read_config({}, spill_folder=pathlib.Path("/somewhere"), min_offload_bytes=0)
     assert (found.spill_folder, found.min_offload_bytes) == ("/somewhere", 0)
     assert read_config({"ELBOWROOM_MIN_OFFLOAD_BYTES": "0"}).min_offload_bytes == 0

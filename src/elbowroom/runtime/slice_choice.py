@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -135,7 +136,7 @@ class SliceChooser:
             return {}
         if self._store is None:
             self._store = ExactnessStore()
-        folder = self._folder or find_temporary()
+        folder = self._folder if self._folder is not None and os.path.isdir(self._folder) else find_temporary()
         if str(call.op) in ELEMENTWISE:
             with contextlib.suppress(*NO_ROOM, RuntimeError), memory_in_files(folder):
                 find_telling(call)  # its answer is kept
