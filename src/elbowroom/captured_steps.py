@@ -79,19 +79,20 @@ class CapturedSteps:
                 if obstacle is not None:
                     error.add(obstacle)
                     raise
+            if has_run:
+                cache.record_run(list_sizes(trace))
             self._schedule.reason = NO_PLAN
             return explain_no_plan(error)
         except TraceError as error:
             return explain_fault(error)
         return ""
 
-    def adopt(self, capture: LiveCapture, record: StepRecord, calls: Counter[Inputs], *, is_whole: bool) -> None:
+    def adopt(self, capture: LiveCapture, record: StepRecord, calls: Counter[Inputs]) -> None:
         """Plan a captured step, unless later steps will differ from it.
 
         Args:
             capture, record: of the step.
             calls: of the model during the step.
-            is_whole: whether every movable storage left; for those that stayed, the program's references are unknown.
 
         Raises:
             Infeasible: it cannot run within the budget.
@@ -104,7 +105,7 @@ class CapturedSteps:
                 self._agreed.captured = CapturedStep(trace, measurements, calls)
             return
         self._cache.record_capture(list_sizes(trace))
-        if not (capture.is_settled and is_whole) and self._schedule.captures < self._job.config.settling_steps:
+        if not capture.is_settled and self._schedule.captures < self._job.config.settling_steps:
             return
         cache, self._schedule.captures = self._cache, 0
         # If other kinds of step are known, this one is planned only once it recurs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import statistics
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
@@ -82,6 +83,9 @@ class PlanCache:
         self._steady = STEADY
         self._captured: tuple[int, ...] = ()  # kind of the last captured step
         self.has_recurred = False
+        self._least_budgets: dict[
+            int, int
+        ] = {}  # by kind: the smallest within which such steps have run without a plan
         self._recent: deque[int | None] = deque(maxlen=RECENT)  # kinds of steps; None for a known one
 
     @property
@@ -108,6 +112,10 @@ class PlanCache:
             self.has_recurred = True
         elif former:
             self._steady = 0
+
+    def record_run(self, sizes: Sequence[int]) -> None:
+        """Record that a step that no plan fits has run within the budget. `sizes`: as for `record_miss`."""
+        self._least_budgets[hash(self.name_kind(sizes))] = self.lease.device_bytes
 
     def record_growth(self, entry: PlanCacheEntry, growth_bytes: int) -> None:
         """Record how much a plain step of a kind held beyond what was there before it."""
@@ -287,6 +295,8 @@ class PlanCache:
             planned = self.plan_step(trace, costs)
             return [dataclasses.replace(entry, planned=planned, busy_seconds=[], is_proven=False, is_short=False)]
         except Infeasible as error:
+            if self._least_budgets.get(hash(self.name_kind(list_sizes(trace))), math.inf) <= self.lease.device_bytes:
+                return []
             if error.needed_bytes <= self.lease.device_bytes:
                 raise  # the tier below is too small
             if regroups:

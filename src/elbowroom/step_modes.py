@@ -238,7 +238,7 @@ class StepModes:
             return
         record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, "")
         self.schedule.capture_seconds = record.seconds
-        self.captured.adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
+        self.captured.adopt(capture, record, step.calls)
 
     def _run_dynamic(self, note: str) -> Iterator[None]:
         least_bytes = self._ledger.live_bytes + 2 * self._metering.largest_growth_bytes
@@ -273,7 +273,7 @@ class StepModes:
             self.schedule.note_no_needs(self._metering.steps - 1, note, knows_some=bool(self._cache.entries))
         else:
             self.schedule.note_needs()
-            self.captured.adopt(capture, record, step.calls, is_whole=not runner.state.refusal)
+            self.captured.adopt(capture, record, step.calls)
 
     def _begin_paging(
         self, *, may_move: bool, is_planned: bool = False, is_unknown: bool = False, has_groups: bool = False

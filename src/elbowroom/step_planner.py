@@ -38,6 +38,10 @@ KEEPS_STATE = (
     'Plans of strategy="{}" keep parameters, gradients and optimizer state on the device; "auto" can move them.'
 )
 
+MAY_RUN_ANEW = (
+    "Ops in slices may have room, which is not known in advance: room.detach() and a new fit with this budget find out."
+)
+
 STAGES = {SEARCH: ENOUGH, BRIEF: ENOUGH, QUICK: 0.0}
 """Share of the stages of compiling to wait for before a strategy plans; all for others. The quick one has few loops."""
 
@@ -144,7 +148,7 @@ class StepPlanner:
             return None
         op, nbytes = find_largest_need(trace, manages, slices)
         if nbytes <= lease.device_bytes:
-            return "" if is_running else None
+            return MAY_RUN_ANEW if is_running else None
         return f"If ops run in slices, at least {format_bytes(nbytes)} ({nbytes} bytes) are needed, when {op} runs."
 
     def _choose_plan(self, trace: Trace, costs: Costs, lease: Lease, first: str, *, climbs: bool) -> Plan:

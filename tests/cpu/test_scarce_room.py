@@ -40,6 +40,23 @@ def make_job() -> StateJob:
     return StateJob(model, [optimizer], step)
 
 
+def make_wide_job() -> StateJob:
+    """Make a job whose largest ops do not fit as a whole within a budget that is large enough for slices."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(128, 128), nn.GELU())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(index: int) -> torch.Tensor:
+        batch = torch.randn(512, 128, generator=torch.Generator().manual_seed(index))
+        loss = nn.functional.cross_entropy(model(batch), torch.arange(512) % 128)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return StateJob(model, [optimizer], step)
+
+
 def fit(job: StateJob, profile: HardwareProfile, budget: int, **options: Any) -> elbowroom.Room:
     return elbowroom.fit(
         job.model, job.optimizers, budget, profile=profile, min_offload_bytes=256, op_time_store=False, **options
@@ -154,6 +171,25 @@ def test_set_budget_takes_what_the_room_has_run_within(profile: HardwareProfile)
             planned = [each.mode in (Mode.PLANNED, Mode.PLAIN) for each in room.journal().steps[-2:]]
             assert all(planned) if nbytes > budget else not any(planned)
         assert max(each.peak_bytes or 0 for each in room.journal().steps[-STEPS:]) <= budget
+
+
+def test_set_budget_takes_what_ran_in_slices(profile: HardwareProfile) -> None:
+    plain, job, budget = make_wide_job(), make_wide_job(), 1_100_000
+    for index in range(3 * STEPS):
+        plain.step(index)
+    with fit(job, profile, budget) as room:
+        for part, nbytes in enumerate((budget, 4 << 20, budget)):
+            if nbytes == budget and part > 0:
+                with pytest.raises(Infeasible, match="a new fit with this budget"):
+                    room.set_budget(budget - 100_000)
+            room.set_budget(nbytes)
+            for index in range(STEPS):
+                with room.step():
+                    job.step(part * STEPS + index)
+        steps = room.journal().steps
+    assert_same(list_tensors(job), list_tensors(plain))
+    assert max(each.peak_bytes or 0 for each in steps[:STEPS] + steps[2 * STEPS :]) <= budget
+    assert {each.mode for each in steps[STEPS - 2 : STEPS]} == {Mode.DYNAMIC}
 
 
 def test_set_budget_refuses_what_has_no_room_below(profile: HardwareProfile) -> None:
