@@ -106,9 +106,10 @@ def open_room(
     Args:
         finds_steps: whether steps begin and end at the loop's calls, until the program begins one.
     """
+    optimizers = list_optimizers(optimizer)
     config = check_arguments(memory_budget, step=step, profile=profile, **options)
     wrappers = [find_wrapper(each) for each in list_models(gather_models(model))]  # whose gradient buckets count
-    model, optimizers = gather_models(wrappers), list_optimizers(optimizer)
+    model = gather_models(wrappers)
     device = find_device(model)
     budget = _read_budget(memory_budget)
 
@@ -308,7 +309,7 @@ def list_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> tuple[Optimiz
     expected = "expected a torch.optim.Optimizer, or a list of them, as the optimizer"
     if isinstance(optimizer, Optimizer):
         return (_unwrap(optimizer),)
-    if isinstance(optimizer, torch.nn.Module) or not isinstance(optimizer, Iterable):
+    if isinstance(optimizer, (torch.nn.Module, str)) or not isinstance(optimizer, Iterable):
         raise UsageError(f"{expected}, not {_name_type(optimizer)}")
     found = tuple(optimizer)
     for item in found:
@@ -337,4 +338,6 @@ def _check_step(step: object) -> None:
 
 
 def _name_type(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     return "None" if value is None else type(value).__name__

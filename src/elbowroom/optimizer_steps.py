@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from elbowroom.hooks.compiled_regions import stay_watched, undisturbed
 from elbowroom.hooks.model_calls import ModelCalls
 from elbowroom.hooks.optimizer_hooks import hook_all_steps
 from elbowroom.hooks.several_models import list_models
+from elbowroom.hooks.step_threads import runs_step
 from elbowroom.runtime.ending_step import StepAborted
 
 logger = logging.getLogger(__name__)
@@ -28,8 +30,8 @@ LATE = (
 )
 
 OTHER = (
-    "the model is updated by an optimizer that elbowroom.fit was not given: its state stays in memory. It is a %s. "
-    "Call detach(), and pass it to fit; if another optimizer wraps it, pass both"
+    "the model is updated by an optimizer that elbowroom.fit was not given: its state stays in memory. Its class is "
+    "%s. Call detach(), and pass it to fit; if another optimizer wraps it, pass both"
 )
 
 
@@ -66,6 +68,28 @@ class Steps(Protocol):
 
     def end_step(self, error: BaseException | None = None) -> None:
         """End the running step. `error`: the exception that aborted it, if any."""
+
+
+class _CompiledCalls:
+    """Begins steps at calls of compiled functions.
+
+    Args:
+        steps: begins the steps.
+        models: of the job.
+    """
+
+    def __init__(self, steps: OptimizerSteps, models: Iterable[torch.nn.Module]) -> None:
+        self._steps = steps
+        self._modules = weakref.WeakSet(part for each in models for part in each.modules())
+
+    def owns(self, modules: Iterable[torch.nn.Module]) -> bool:
+        return any(each in self._modules for each in modules)
+
+    def before_compiled_call(self, *, is_own: bool) -> None:
+        self._steps.begin_in_compiled_call(is_own=is_own)
+
+    def switch(self, is_compiled: bool) -> None:
+        """Do nothing: Dynamo compiles a module's own call, not the one that replaces it."""
 
 
 class OptimizerSteps:
@@ -121,7 +145,7 @@ class OptimizerSteps:
                 self._removals.append(each.register_step_pre_hook(self._begin_update).remove)
                 self._removals.append(each.register_step_post_hook(self._end_after).remove)
             self._removals.append(hook_all_steps(self._end_after_other))
-            self._removals.append(listen(self))
+            self._removals.append(listen(_CompiledCalls(self, self._before.models)))
             stay_watched()  # steps may begin and end in compiled functions
             undoing.pop_all()
 
@@ -226,17 +250,25 @@ class OptimizerSteps:
             self._removals[-1]()
             self._removals.pop()  # last, so that an interrupted call can be repeated
 
-    def before_compiled_call(self) -> None:
-        """Begin a step if the compiled function may train the model, which it does not call."""
+    def begin_in_compiled_call(self, *, is_own: bool) -> None:
+        """Begin a step if the compiled function may train the model, which it does not call.
+
+        Args:
+            is_own: whether it is known to run a module of the job. If not, none begins in a step of another room.
+        """
         if self._is_closed or not any(map(starts_training, self._before.models)):
+            return
+        if not is_own and not self._is_running and runs_step():
             return
         if self._ends_at_next_call:
             self.end()
-        if not self._is_running:
+        if self._is_running:
+            return
+        if is_own and not self._begins_at_end:
+            self._missed.clear()
+            self.begin()
+        else:
             self.begin_at_ends()
-
-    def switch(self, is_compiled: bool) -> None:
-        """Do nothing: Dynamo compiles a module's own call, not the one that replaces it."""
 
     def before_call(self, module: torch.nn.Module) -> bool:
         """Begin a step if a call of this module begins one. Return True if it does."""

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.errors import Infeasible, UsageError
+from elbowroom.hooks.step_threads import note_begin, note_end
 from elbowroom.optimizer_steps import OptimizerSteps
 from elbowroom.runtime.ending_step import StepAborted
 from elbowroom.shared_lease import LeaseHolder, SharedLease
@@ -106,6 +107,7 @@ class StepBoundaries:
             self.shared.renew(self._holder)
         self.has_begun = True
         self._step = _OpenStep(self._modes.step(), threading.get_ident())
+        note_begin()
         try:
             self._step.context.__enter__()
         except BaseException:
@@ -134,6 +136,8 @@ class StepBoundaries:
 
     def _note_end(self) -> None:
         """Note that no step runs any more, whether it succeeded or failed."""
+        if self._step is not None:
+            note_end(self._step.thread)
         self._step = None
         if self.shared is not None:
             with contextlib.suppress(ReferenceError):  # the collector has found the room in a cycle: it is detached

@@ -38,7 +38,8 @@ def parse_bytes(value: int | float | str, *, device_bytes: int | None = None, pe
     if isinstance(value, str):
         match = _TEXT.fullmatch(value)
         if match is None:
-            raise ValueError(f"{value!r} is not an amount of memory; write 8589934592, '8GiB', '8GB' or '60%'")
+            known = "8589934592, '8GiB' or '8GB'" if device_bytes is None else "8589934592, '8GiB', '8GB' or '60%'"
+            raise ValueError(f"{value!r} is not an amount of memory; write {known}")
         number, unit = float(match[1]), match[2].lower()
         if unit == "%":
             return _take_share(value, number, device_bytes, "of the device, whose memory")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -446,7 +446,10 @@ class Heard:
     def __init__(self) -> None:
         self.told: list[object] = []
 
-    def before_compiled_call(self) -> None:
+    def owns(self, modules: Iterable[nn.Module]) -> bool:
+        return False
+
+    def before_compiled_call(self, *, is_own: bool) -> None:
         self.told.append("before")
 
     def switch(self, is_compiled: bool) -> None:
@@ -489,3 +492,36 @@ def test_listeners_are_told_of_compiled_calls(monkeypatch: pytest.MonkeyPatch) -
     assert heard.hear(call) == ["before", True, False]
     end()
     assert heard.hear(call) == []
+
+
+def make_compiled(kind: str) -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, torch.optim.Optimizer]:
+    """Return what the loop calls, the model and its optimizer."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if kind == "blocks":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        return model, model, optimizer
+    if kind == "model":
+        return torch.compile(model, backend="aot_eager"), model, optimizer
+    return torch.compile(lambda x: model(x), backend="aot_eager"), model, optimizer
+
+
+@pytest.mark.parametrize("kind", ["blocks", "model", "function"])
+@pytest.mark.parametrize("finds", [True, False], ids=["found", "with"])
+def test_a_compiled_call_begins_no_step_of_another_room(kind: str, finds: bool, profile: HardwareProfile) -> None:
+    """Each room has the steps of its own job, an evaluation in training mode but without gradients between them."""
+    jobs = [make_compiled(kind) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        rooms = [stack.enter_context(elbowroom.fit(*job[1:], PLENTY, profile=profile, mode="dynamic")) for job in jobs]
+        for index in range(4):
+            for (call, _, optimizer), room in zip(jobs, rooms, strict=True):
+                with contextlib.nullcontext() if finds else room.step():
+                    call(torch.randn(ROWS, WIDTH)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                with torch.no_grad():
+                    call(torch.randn(ROWS, WIDTH))
+        steps = [room.journal().steps for room in rooms]
+    assert [len(each) for each in steps] == [4, 4]
+    assert len({each.saves for room in steps for each in room}) == 1

@@ -762,6 +762,14 @@ def test_the_journal_survives(profile: HardwareProfile, tmp_path: pathlib.Path) 
         JournalFile(tmp_path / "missing" / "run.json")
 
 
+def test_a_forked_process_has_its_own_journal(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = JournalFile(tmp_path / "run.json", {"WORLD_SIZE": "2", "RANK": "1"})
+    file.begin_room()
+    assert file.path.name == "run.rank1.json"
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    assert file.path.name == "run.rank1.pid7.json"
+
+
 def test_many_models_one_after_the_other(profile: HardwareProfile, caplog: pytest.LogCaptureFixture) -> None:
     """Each is freed when the program makes the next one, and a warning says that each is learned anew."""
     models: list[weakref.ref[nn.Module]] = []

@@ -6,20 +6,26 @@ replaced would split the graph, and change its results in their last bits.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterable
+from types import FrameType, FunctionType
 from typing import Any, Protocol
+
+import torch
 
 
 class Listener(Protocol):
     """Is told of calls of compiled functions in any thread."""
 
-    def before_compiled_call(self) -> None:
-        """Do what has to be done before such a call. Exceptions propagate to the program."""
+    def owns(self, modules: Iterable[torch.nn.Module]) -> bool:
+        """Tell whether one of these modules is its own. If a call runs such a module, other listeners are not told."""
+
+    def before_compiled_call(self, *, is_own: bool) -> None:
+        """Do what has to be done before such a call. Exceptions propagate to the program. `is_own`: see `owns`."""
 
     def switch(self, is_compiled: bool) -> None:
         """Note that the calling thread runs compiled code from now on, or does no longer."""
@@ -63,6 +69,23 @@ def listen(listener: Listener) -> Callable[[], None]:
     return end
 
 
+def _list_modules(call: FrameType) -> list[torch.nn.Module]:
+    """Return modules that a compiled function may run: bound to it, in its arguments, its closure or its globals.
+
+    Args:
+        call: frame of Dynamo's wrapper.
+    """
+    variables = call.f_locals
+    function = variables.get("fn")
+    values = [getattr(function, "__self__", None), *variables.get("args", ()), *variables.get("kwargs", {}).values()]
+    if isinstance(function, FunctionType):
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                values.append(cell.cell_contents)
+        values += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [each for each in values if isinstance(each, torch.nn.Module)]
+
+
 def tell_listeners() -> None:
     """Have Dynamo, if loaded, tell listeners. Permanent."""
     module: Any = sys.modules.get("torch._dynamo.eval_frame")
@@ -73,9 +96,11 @@ def tell_listeners() -> None:
 
     @functools.wraps(begin)
     def tell_and_begin() -> Any:
-        for each in tuple(_listeners):
-            each.before_compiled_call()
-        call = sys._getframe(1)
+        call, listeners = sys._getframe(1), tuple(_listeners)
+        modules = _list_modules(call)
+        owners = tuple(each for each in listeners if each.owns(modules))
+        for each in owners or listeners:
+            each.before_compiled_call(is_own=bool(owners))
         if call.f_code.co_name == "compile_wrapper":
             _running.calls.append(_Call(call, sys.exc_info()[1]))
         return begin()

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -131,7 +131,10 @@ class _StayWatched:
     def __init__(self) -> None:
         self._native = library.load()
 
-    def before_compiled_call(self) -> None:
+    def owns(self, modules: Iterable[torch.nn.Module]) -> bool:
+        return False
+
+    def before_compiled_call(self, *, is_own: bool) -> None:
         pass
 
     def switch(self, is_compiled: bool) -> None:

@@ -173,7 +173,7 @@ def load_fields(kinds: Mapping[str, type], path: str | os.PathLike[str]) -> dict
     with _open_json(path) as text:
         found: dict[str, Any] = {}
         if text.peek() != "{":
-            raise TraceError(f"{path} does not hold a JSON object")
+            raise TraceError(f"{path} does not hold a JSON object" if text.peek() else f"{path} is empty")
         for name in text.keys():  # noqa: SIM118  # no dict: the text is read by it
             if name in kinds:
                 found[name] = read_noun(kinds[name], text, f"{path}: $.{name}")

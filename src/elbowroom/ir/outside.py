@@ -27,7 +27,7 @@ def count_outside(trace: Trace) -> int:
 def set_outside(trace: Trace, base_bytes: int) -> Trace:
     """Return a trace with storages for the bytes that its other storages do not explain; without any if they do.
 
-    As large a share of them is freed during the step as before.
+    Of what is freed during the step there is no more than before, and less where there are fewer bytes.
 
     Args:
         base_bytes: allocated when the step began.
@@ -37,7 +37,7 @@ def set_outside(trace: Trace, base_bytes: int) -> Trace:
     former_bytes = sum(each.nbytes for each in held) + count_outside(trace)
     outside_bytes = left_bytes = max(0, base_bytes - _count_before(trace, storages))
     for each in held:
-        nbytes = each.nbytes * outside_bytes // former_bytes
+        nbytes = each.nbytes * min(outside_bytes, former_bytes) // former_bytes
         storages.append(_make_storage(len(storages), nbytes, each.released, HELD))
         left_bytes -= nbytes
     if left_bytes > 0:

@@ -143,7 +143,11 @@ class JobFinder:
             nn.Module.__call__ = self._call  # type: ignore[method-assign]
             self._stop_listening()
 
-    def before_compiled_call(self) -> None:
+    def owns(self, modules: Iterable[nn.Module]) -> bool:
+        """Return False: the job is not known yet."""
+        return False
+
+    def before_compiled_call(self, *, is_own: bool) -> None:
         """Report a job if the compiled function may train what an optimizer holds. It calls no module."""
         optimizers = self._list_optimizers()
         if not self._is_searching or not torch.is_grad_enabled() or is_in_backward():

@@ -20,7 +20,8 @@ class JournalFile:
     """The journal files of one process: one for each room, in the order in which they were made.
 
     Args:
-        path: of the first room's journal. Later ones get a number, and so does each process of a distributed job.
+        path: of the first room's journal. Later ones get a number, and so does each process of a distributed job, or
+            that the script forks.
 
     Raises:
         UsageError: it cannot be written.
@@ -32,6 +33,7 @@ class JournalFile:
         self._rank = f"rank{environment.get('RANK', '0')}" if is_distributed else ""
         check_writable(path)
         self._path = path
+        self._pid = os.getpid()
         self._rooms = 0
         self._written = float("-inf")
 
@@ -39,7 +41,10 @@ class JournalFile:
     def path(self) -> pathlib.Path:
         """File of the latest room."""
         path = self._path if self._rooms <= 1 else _mark(self._path, str(self._rooms))
-        return _mark(path, self._rank) if self._rank else path
+        marks = [self._rank] if self._rank else []
+        if os.getpid() != self._pid:  # a process that the script has forked
+            marks.append(f"pid{os.getpid()}")
+        return _mark(path, ".".join(marks)) if marks else path
 
     def begin_room(self) -> None:
         """Write to another file from now on."""

@@ -81,8 +81,10 @@ def read_request(
     if not rest:
         raise UsageError(f"no script is given; usage: {' '.join(parser.format_usage().split()[1:])}")
     target, *passed = rest
-    if not is_module and not pathlib.Path(target).is_file():
-        raise UsageError(f"{target} is a folder" if pathlib.Path(target).is_dir() else f"there is no script {target}")
+    path = pathlib.Path(target)
+    if not is_module and (path.is_dir() or not path.exists()):
+        what = f"{target} is a folder; run a package with -m" if path.is_dir() else f"there is no script {target}"
+        raise UsageError(what)
     budget = given.memory_budget or read_budget_variable(environment)
     if not budget:
         raise UsageError(f"no budget is given: add --memory-budget 20GiB before {target}, or set {BUDGET_VARIABLE}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import concurrent.futures.thread
 import importlib.util
 import io
@@ -19,7 +20,8 @@ from elbowroom.scripts.request import ScriptRequest, read_request
 
 NOTHING_FOUND = (
     "no training step was found, so nothing was managed: no torch.optim optimizer made a step in this process. "
-    "Processes that the script starts itself are not managed; start them with torchrun -m elbowroom.run"
+    "Processes that the script forks are managed, each within the whole budget; others are not: start them with "
+    "torchrun -m elbowroom.run"
 )
 
 
@@ -143,7 +145,7 @@ def _report(error: BaseException) -> int:
 def _load(request: ScriptRequest) -> tuple[types.CodeType, types.ModuleType]:
     """Compile the program, and make the module that it runs in."""
     module = types.ModuleType("__main__")
-    vars(module)["__builtins__"] = __builtins__
+    vars(module)["__builtins__"] = builtins
     if request.is_module:
         return _load_module(request.target, module), module
     path = pathlib.Path(request.target)

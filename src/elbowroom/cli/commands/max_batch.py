@@ -137,11 +137,11 @@ def _run(
 
         def load(batch: int, budget_bytes: int | None = None) -> tuple[Trace, Costs]:
             share = min(0.95, len(trials) / MOST_TRIALS)
-            advance(f"capturing {batch} samples", share)
+            advance(f"capturing a batch of {batch}", share)
             trace = capture_spec(silent, spec, {**options, "batch": batch}, budget_bytes)
             costs = price_trace(silent if captured else terminal, trace, profile)
             captured.append(batch)
-            advance(f"planning {batch} samples", share)
+            advance(f"planning a batch of {batch}", share)
             return trace, costs
 
         moves_state = managed is Manages.EVERYTHING
@@ -149,7 +149,7 @@ def _run(
         running = search(load, load_grouped=grouped if moves_state else None)
         try:
             for trial in running:
-                advance(f"tried {trial.batch} samples", len(trials) / MOST_TRIALS)
+                advance(f"tried a batch of {trial.batch}", len(trials) / MOST_TRIALS)
                 trials.append(trial)
         except (KeyboardInterrupt, Exception) as error:
             stopped: BaseException | None = error
