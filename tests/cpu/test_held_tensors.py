@@ -14,6 +14,7 @@ from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.ir.labels import HELD
+from elbowroom.ir.outside import count_outside, set_outside
 from elbowroom.ir.trace import Trace
 from elbowroom.room import Room
 from elbowroom.tracing.live import LiveCapture
@@ -62,6 +63,19 @@ def test_a_plan_knows_when_they_are_freed(
     freed = [each for each in trace.storages if each.label == HELD]
     assert sum(each.nbytes for each in freed) >= 0.95 * 2 * ROWS * WORDS * 4  # logits and predictions
     assert all(0 < each.released < trace.end for each in freed)
+
+
+@pytest.mark.usefixtures("plans_at_once")
+def test_what_comes_in_addition_is_not_freed(profile: HardwareProfile) -> None:
+    *_, trace = run(profile, 1 << 40)
+    assert trace is not None
+    freed_bytes = sum(each.nbytes for each in trace.storages if each.label == HELD)
+    base_bytes = sum(each.nbytes for each in trace.storages if each.created < 0)
+    more, less = set_outside(trace, base_bytes + 1_000_000), set_outside(trace, base_bytes - freed_bytes // 2)
+    assert freed_bytes > 0
+    assert sum(each.nbytes for each in more.storages if each.label == HELD) == freed_bytes
+    assert count_outside(more) == count_outside(trace) + 1_000_000
+    assert sum(each.nbytes for each in less.storages if each.label == HELD) < freed_bytes
 
 
 @pytest.mark.parametrize("share", [0.9, 0.3])
