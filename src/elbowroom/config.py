@@ -55,7 +55,8 @@ class Config:
         weight: with memory_budget="shared", the worth of this job's time, relative to other jobs.
         priority: with memory_budget="shared", jobs of higher priority come first, under the broker's policy `priority`.
         without_broker: "continue" within the last lease if the broker is gone, or "stop" before the next step.
-        manages: "everything", or "activations": then parameters, gradients, buffers and optimizer state never move.
+        manages: "everything", or "activations": then parameters, gradients, buffers and optimizer state do not move,
+            except for ops that run in slices.
         if_ranks_differ: what the ranks of a distributed job do if their steps differ, so that no plan is that of all:
             "alone", each makes plans of its own; "dynamic", the policy decides on all ranks; or "stop" on all ranks.
         rank_timeout_seconds: how long a rank of a distributed job waits for a sign of life of another one.

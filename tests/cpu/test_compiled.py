@@ -514,7 +514,7 @@ def test_a_compiled_call_begins_no_step_of_another_room(kind: str, finds: bool, 
     jobs = [make_compiled(kind) for _ in range(2)]
     with contextlib.ExitStack() as stack:
         rooms = [stack.enter_context(elbowroom.fit(*job[1:], PLENTY, profile=profile, mode="dynamic")) for job in jobs]
-        for index in range(4):
+        for _ in range(4):
             for (call, _, optimizer), room in zip(jobs, rooms, strict=True):
                 with contextlib.nullcontext() if finds else room.step():
                     call(torch.randn(ROWS, WIDTH)).square().mean().backward()
