@@ -106,9 +106,9 @@ def open_room(
     Args:
         finds_steps: whether steps begin and end at the loop's calls, until the program begins one.
     """
+    wrappers = [find_wrapper(each) for each in list_models(gather_models(model))]  # whose gradient buckets count
     optimizers = list_optimizers(optimizer)
     config = check_arguments(memory_budget, step=step, profile=profile, **options)
-    wrappers = [find_wrapper(each) for each in list_models(gather_models(model))]  # whose gradient buckets count
     model = gather_models(wrappers)
     device = find_device(model)
     budget = _read_budget(memory_budget)

@@ -194,6 +194,31 @@ def test_each_pass_has_slices_of_its_own_size(monkeypatch: pytest.MonkeyPatch) -
     assert sizes.exclude() and cut.passes in sizes.excluded and not sizes.exclude()
 
 
+def test_only_the_slices_of_a_pass_that_has_no_room_are_halved() -> None:
+    x, weight = torch.randn(16, 32, 12, 12), torch.randn(32, 32, 3, 3)
+    rest = ([32], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True])
+    call = bind(torch.ops.aten.convolution_backward.default, (x, x, weight, *rest), {})
+    results, sizes, chooser = [x, weight, weight[0, 0, 0]], SliceSizes(x.nbytes // 2), SliceChooser(is_exact=False)
+
+    def choose() -> Cut:
+        cut = chooser.choose(call, results, [sizes.slice_bytes], 1 << 30, halvings=sizes.halvings)
+        assert cut is not None and len(cut.passes) == 2
+        return cut
+
+    cut = choose()
+    first, second = cut.passes
+    while not cut.is_finest(second):
+        sizes.running = second
+        assert sizes.go_on(cut) and sizes.overlaps and sizes.running is None
+        former, cut = cut, choose()
+        assert cut.parts[first] == former.parts[first]
+    assert sizes.slice_bytes == x.nbytes // 2 and sum(cut.parts[second]) > sum(former.parts[second])
+    sizes.running = second
+    assert sizes.go_on(cut) and not sizes.overlaps
+    assert sizes.go_on(cut) and sizes.slice_bytes == x.nbytes // 4, "no pass has begun: there was no room for results"
+    assert sizes.exclude() and not sizes.halvings
+
+
 def test_samples_for_cuts_of_pointwise_ops_need_no_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -43,10 +44,9 @@ class Cut:
     exactness: Exactness
     is_larger: bool = False
 
-    @property
-    def is_finest(self) -> bool:
-        """True if no slice can be smaller."""
-        return all(_are_finest(each, self.parts[each]) for each in self.passes)
+    def is_finest(self, slice_pass: SlicePass) -> bool:
+        """Return True if no slice of a pass can be smaller."""
+        return _are_finest(slice_pass, self.parts[slice_pass])
 
 
 class SliceChooser:
@@ -66,6 +66,7 @@ class SliceChooser:
     def choose(
         self, call: OpCall, results: Sequence[torch.Tensor], sizes: Sequence[int], budget_bytes: int, *,
         former: Cut | None = None, excluded: Collection[tuple[SlicePass, ...]] = (),
+        halvings: Mapping[SlicePass, int] = MappingProxyType({}),
     ) -> Cut | None:  # fmt: skip
         """Return a cut; None if there is none that is allowed. It is an exact one if any is known to be.
 
@@ -75,6 +76,7 @@ class SliceChooser:
                 have the first size.
             former: cut with which the op has run, chosen again if it is exact.
             excluded: passes of other cuts.
+            halvings: how many times smaller, as a power of 2, the slices of a pass are to be.
         """
         args, kwargs = call.order(call.values)
         found = find_passes(call.op, args, kwargs, with_partial=True)
@@ -89,7 +91,10 @@ class SliceChooser:
                 return dataclasses.replace(former, exactness=_find_weakest(answers.values()))
         every = dict.fromkeys(each for passes in alternatives for each in passes)
         tried = sizes if self.is_exact else sizes[:1]
-        parts = [{each: count_parts(each, *nbytes, size) for each in every} for size in tried]
+        parts = [
+            {each: count_parts(each, *nbytes, max(1, size >> halvings.get(each, 0))) for each in every}
+            for size in tried
+        ]
         exact = self._find_exact(call, alternatives, parts, budget_bytes)
         if exact is not None or self.is_exact or not alternatives:
             return exact

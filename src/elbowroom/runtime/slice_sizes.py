@@ -25,6 +25,8 @@ class SliceSizes:
     Attributes:
         slice_bytes: at most so many are to be in a slice.
         excluded: passes of cuts that were refused in every size.
+        halvings: how many times the slices of a pass were halved in addition, where another pass had room.
+        running: pass that runs; None if none has begun.
         cut: with which the op has run; None if it has not, or if there was no room for it since.
         overlaps: whether a slice is computed while the next is read and the last written.
     """
@@ -34,6 +36,8 @@ class SliceSizes:
         self._may_grow = True
         self._refused = set[tuple[SlicePass, ...]]()
         self.excluded = set[tuple[SlicePass, ...]]()
+        self.halvings: dict[SlicePass, int] = {}
+        self.running: SlicePass | None = None
         self.cut: Cut | None = None
         self.overlaps = True
 
@@ -51,12 +55,14 @@ class SliceSizes:
     def begin_again(self, cut: Cut) -> None:
         """Begin with the cut that has run."""
         self.cut = cut
+        self.running = None
         self._may_grow = True
         self._refused.clear()
 
     def go_on(self, cut: Cut) -> bool:
         """Choose the next size after a cut for which there was no room. Return False if there is none."""
         self.cut = None
+        refused, self.running = self.running, None
         self._refused.add(cut.passes)
         if cut.is_larger:
             if self.overlaps:
@@ -65,7 +71,11 @@ class SliceSizes:
             self._may_grow, self.overlaps = False, True
             return True
         self._may_grow = False
-        if not cut.is_finest and self.slice_bytes > 1:
+        if refused is not None and len(cut.passes) > 1:
+            if not cut.is_finest(refused):
+                self.halvings[refused] = self.halvings.get(refused, 0) + 1
+                return True
+        elif self.slice_bytes > 1 and not all(map(cut.is_finest, cut.passes)):
             self.slice_bytes //= 2
             return True
         if self.overlaps:
@@ -81,6 +91,7 @@ class SliceSizes:
         self._refused.clear()
         self.slice_bytes = self._first_bytes
         self._may_grow = self.overlaps = True
+        self.halvings.clear()
         return True
 
 

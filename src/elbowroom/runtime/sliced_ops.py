@@ -202,7 +202,7 @@ class SlicedOps(TorchDispatchMode):
                 waiting = self._have_wait(call, cut, described)
                 if waiting is not None:
                     return waiting
-            found = self._try(call, cut, described, given, overlaps=sizes.overlaps)
+            found = self._try(call, cut, described, given, sizes)
             if isinstance(found, list):
                 self._sizes[key] = sizes
                 sizes.begin_again(cut)
@@ -293,8 +293,9 @@ class SlicedOps(TorchDispatchMode):
         while True:
             try:
                 return self._chooser.choose(
-                    call, described, tried, self._budget_bytes, former=sizes.cut, excluded=sizes.excluded
-                )
+                    call, described, tried, self._budget_bytes,
+                    former=sizes.cut, excluded=sizes.excluded, halvings=sizes.halvings,
+                )  # fmt: skip
             except torch.OutOfMemoryError as error:
                 clear_frames(error)
                 if not self._large.page_out(call.reads) and not self._ledger.make_room():
@@ -328,14 +329,13 @@ class SlicedOps(TorchDispatchMode):
         cut: Cut,
         described: Sequence[torch.Tensor],
         given: Sequence[torch.Tensor] | None,
-        *,
-        overlaps: bool,
+        sizes: SliceSizes,
     ) -> list[torch.Tensor] | Infeasible | MemoryRefused:
         """Run an op in slices. If there is no room, return the error; nothing has happened then.
 
         Args:
             given: tensors for its results, if they exist already.
-            overlaps: whether a slice is computed while the next is read and the last written.
+            sizes: is told which pass runs.
 
         Raises:
             Infeasible, MemoryRefused: there is no room for the rest of an in-place op, whose argument is partly
@@ -344,11 +344,11 @@ class SlicedOps(TorchDispatchMode):
         results = None
         try:
             results = self._make_results(call, cut, described, given)
-            may_halve = not self._is_exact or find_telling(call) is None
-            for slice_pass in cut.passes:
+            for each in cut.passes:
+                sizes.running = each
                 run_pass(
-                    self._sections, call, slice_pass, cut.parts[slice_pass], results, self._large.watch(call.reads),
-                    overlaps=overlaps, may_halve=may_halve,
+                    self._sections, call, each, cut.parts[each], results, self._large.watch(call.reads),
+                    overlaps=sizes.overlaps, may_halve=not self._is_exact or find_telling(call) is None,
                 )  # fmt: skip
             results.finish(self._sections)
             return results.tensors
