@@ -106,7 +106,10 @@ def plan_ahead(
     except TraceError as error:
         logger.warning("%s", error)
         return
-    if not trace.needs:
-        return  # nothing to plan, and nothing to recognize the step by
+    if not trace.needs:  # and so nothing to recognize the step by
+        logger.warning(
+            "step= never calls backward, so there is nothing to plan ahead: the first real steps are captured"
+        )
+        return
     if why := captured.plan(trace, None):
         logger.warning("%s", why)

@@ -697,3 +697,12 @@ def test_advice_names_what_helps(profile: HardwareProfile) -> None:
         elbowroom.fit(model, optimizer, 100_000, step=step, profile=profile, manages="activations")
     for said in ("fused=True or foreach=False", "Gradient checkpointing is on", "Parameters, gradients and optimizer"):
         assert said in str(caught.value)
+
+
+def test_a_function_that_is_no_step_is_not_planned_ahead(
+    profile: HardwareProfile, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, _ = make()
+    with elbowroom.fit(model, optimizer, "1GiB", profile=profile, step=lambda: None) as room:
+        assert room.planned is None
+    assert "never calls backward" in caplog.text
