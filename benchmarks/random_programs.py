@@ -5,12 +5,12 @@
 
 A program is a random sequence of ops (`random_ops.py`): views and writes to them, `out=`, `.data`, dropout,
 checkpoints, double and repeated backward passes, hooks, threads, convolutions, recurrent layers, indexing, failing ops.
-It is trained for some steps without a room, and then in rooms: in dynamic ones of several budgets, in one that captures
-and plans its steps, and in two in which everything that may leave does so at each allocation: what autograd has saved,
-and model state and all results of ops as well. Losses, gradients and parameters have to be the same to the last bit,
-and in no step may the bytes that a meter outside of ours sees be more than the budget: it stands before the allocator
-and counts what that hands out (`tests/native/outside_meter.cpp`).
-`Infeasible` and `Thrashing` are results as well, as long as the meter saw no more than the budget by then.
+It is trained for some steps without a room, and then in rooms: in dynamic ones of several budgets, in two that capture
+and plan their steps, one of them with a limited tier below, and in two in which everything that may leave does so at
+each allocation: what autograd has saved, and model state and all results of ops as well. Losses, gradients and
+parameters have to be the same to the last bit, and in no step may the bytes that a meter outside of ours sees be more
+than the budget: it stands before the allocator and counts what that hands out (`tests/native/outside_meter.cpp`).
+`Infeasible`, `TierFull` and `Thrashing` are results as well, as long as the meter saw no more than the budget by then.
 """
 
 from __future__ import annotations
@@ -161,6 +161,12 @@ def run_all_ways(bench: Bench, seed: int) -> list[dict[str, Any]]:
         try_way(f"dynamic {share}", budget, True, mode="dynamic", policy=policy)
     strategy = ("auto:effort=0.1", "offload_all", "recompute_all")[seed % 3]
     try_way(f"planned {strategy}", budgets[seed // 3 % 2], True, PLANNED_STEPS, strategy=strategy)
+    for part, name in enumerate(("nothing", "half", "all")):
+        if seed % 3 == part:
+            budget = budgets[seed // 3 % 3]
+            below = max(0, peak - budget) * part // 2
+            way = f"with room for {name} of the rest below"
+            try_way(way, budget, True, PLANNED_STEPS, strategy="auto:effort=0.1", host_bytes=below)
     for way, make_room in (("pressed", let_everything_go), ("results", let_results_go)):
         with pytest.MonkeyPatch.context() as patch:
             ask_at_every_request(patch, make_room)
