@@ -38,7 +38,7 @@ from random_ops import Instruction, Model, run_program, write_program
 from writing import write_results
 
 import elbowroom
-from elbowroom.errors import Infeasible, Thrashing
+from elbowroom.errors import Infeasible, Thrashing, TierFull
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.native import library
 from elbowroom.runtime import slice_choice
@@ -52,7 +52,7 @@ from tests.pressure import ask_at_every_request, let_everything_go, let_results_
 
 PLANNED_STEPS, OTHER_STEPS = 4, 2
 HUGE = 1 << 40
-REFUSALS = (Infeasible.__name__, Thrashing.__name__)
+REFUSALS = tuple(each.__name__ for each in (Infeasible, Thrashing, TierFull))
 SHARES = (0.85, 0.6, 0.35)
 """Of what a plain step takes beside what is there before and after it: budgets."""
 RESERVE_BYTES = 64 << 10
