@@ -311,9 +311,10 @@ class TierFull(TierError):
     """
 
     def __init__(self, tier: str, needed_bytes: int, free_bytes: int, advice: str) -> None:
-        super().__init__(
-            f"{tier} has no room for {format_bytes(needed_bytes)}: {format_bytes(free_bytes)} are free. {advice}"
-        )
+        free = f"{format_bytes(free_bytes)} are free"
+        if free_bytes >= needed_bytes:
+            free += ", in smaller pieces"
+        super().__init__(f"{tier} has no room for {format_bytes(needed_bytes)}: {free}. {advice}")
         self.tier = tier
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes

@@ -381,3 +381,8 @@ def test_the_refusal_that_needs_least_is_kept() -> None:
     assert find_nearer(large, small) is find_nearer(small, large) is small
     refused = MemoryRefused(1, 2, 3, ())
     assert find_nearer(small, refused) is refused and find_nearer(refused, large) is large
+
+
+def test_a_full_tier_says_if_what_is_free_is_in_pieces() -> None:
+    assert "1.0 KiB are free. Make" in str(TierFull("the file", 2048, 1024, "Make room."))
+    assert "4.0 KiB are free, in smaller pieces. Make" in str(TierFull("the file", 2048, 4096, "Make room."))
