@@ -311,10 +311,9 @@ class TierFull(TierError):
     """
 
     def __init__(self, tier: str, needed_bytes: int, free_bytes: int, advice: str) -> None:
-        free = f"{format_bytes(free_bytes)} are free"
-        if free_bytes >= needed_bytes:
-            free += ", in smaller pieces"
-        super().__init__(f"{tier} has no room for {format_bytes(needed_bytes)}: {free}. {advice}")
+        pieces = ", in smaller pieces" if free_bytes >= needed_bytes else ""
+        needed, free = format_bytes(needed_bytes), format_bytes(free_bytes)
+        super().__init__(f"{tier} has no room for {needed}: {free} are free{pieces}. {advice}")
         self.tier = tier
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
