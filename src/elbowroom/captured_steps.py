@@ -80,7 +80,8 @@ class CapturedSteps:
                     error.add(obstacle)
                     raise
             if has_run:
-                cache.record_run(list_sizes(trace))
+                costs = cache.planner.price(trace, trace_digest, measurements)
+                cache.unplanned.record(trace, costs, cache.lease.device_bytes)
             self._schedule.reason = NO_PLAN
             return explain_no_plan(error)
         except TraceError as error:

@@ -17,9 +17,9 @@ from elbowroom.hooks.calls_before import CallsBefore
 from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import stay_watched, undisturbed
 from elbowroom.hooks.model_calls import ModelCalls
+from elbowroom.hooks.open_steps import beginning_early, runs_step
 from elbowroom.hooks.optimizer_hooks import hook_all_steps
 from elbowroom.hooks.several_models import list_models
-from elbowroom.hooks.step_threads import runs_step
 from elbowroom.runtime.ending_step import StepAborted
 
 logger = logging.getLogger(__name__)
@@ -75,12 +75,21 @@ class _CompiledCalls:
 
     Args:
         steps: begins the steps.
-        models: of the job.
+        before: knows the models of the job.
     """
 
-    def __init__(self, steps: OptimizerSteps, models: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, steps: OptimizerSteps, before: CallsBefore) -> None:
         self._steps = steps
-        self._modules = weakref.WeakSet(part for each in models for part in each.modules())
+        self._before = before
+        self._modules = weakref.WeakSet(part for each in before.models for part in each.modules())
+
+    @property
+    def awaits_call(self) -> bool:
+        return not self._steps.is_running or self._steps.ends_at_next_call
+
+    @property
+    def knows_calls(self) -> bool:
+        return self._before.knows_steps
 
     def owns(self, modules: Iterable[torch.nn.Module]) -> bool:
         return any(each in self._modules for each in modules)
@@ -110,6 +119,9 @@ class OptimizerSteps:
         optimizers: as given to `elbowroom.fit`, without the wrappers of frameworks.
         after_step: called after each step.
         others: other modules that the steps use.
+
+    Attributes:
+        ends_at_next_call: whether the next call of the model ends the running step.
     """
 
     def __init__(
@@ -126,10 +138,11 @@ class OptimizerSteps:
         self._after_step = after_step
         self._stepped: set[int] = set()
         self._is_in_rounds = True  # each optimizer steps once before any steps again
-        self._ends_at_next_call = False
+        self.ends_at_next_call = False
         self._begins_at_end = False
         self._is_running = False
         self._thread: threading.Thread | None = None  # of the running step, until its end is over
+        self._last_thread = threading.current_thread()
         self._lock = threading.Lock()
         self._has_failed = False
         self._is_updating = False
@@ -145,7 +158,7 @@ class OptimizerSteps:
                 self._removals.append(each.register_step_pre_hook(self._begin_update).remove)
                 self._removals.append(each.register_step_post_hook(self._end_after).remove)
             self._removals.append(hook_all_steps(self._end_after_other))
-            self._removals.append(listen(_CompiledCalls(self, self._before.models)))
+            self._removals.append(listen(_CompiledCalls(self, self._before)))
             stay_watched()  # steps may begin and end in compiled functions
             undoing.pop_all()
 
@@ -179,11 +192,12 @@ class OptimizerSteps:
         """Begin a step now."""
         with self._lock:
             self.require_own_thread()
-            self._thread = threading.current_thread()
+            self._thread = self._last_thread = threading.current_thread()
         self._has_failed = self._is_updating = False
         self._is_running = True  # before the step is open, as an interrupt may come right after
         try:
-            self._steps.begin_step()
+            with beginning_early() if self._begins_at_end else contextlib.nullcontext():
+                self._steps.begin_step()
         except BaseException:
             self._is_running = False
             self._thread = None
@@ -196,7 +210,7 @@ class OptimizerSteps:
             return
         if error is None:
             self.require_own_thread()
-        self._ends_at_next_call = False
+        self.ends_at_next_call = False
         try:
             self._steps.end_step(error)
         except BaseException:
@@ -227,7 +241,7 @@ class OptimizerSteps:
 
     def end_at_next_call(self) -> None:
         """End the running step at the next call of the model: all that is left of it is the update."""
-        self._ends_at_next_call = self._is_running
+        self.ends_at_next_call = self._is_running
 
     def note_failure(self) -> None:
         """Note that this thread's part of the running step has raised an error."""
@@ -236,7 +250,7 @@ class OptimizerSteps:
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the running step if the program that has ended has done it, or with the error that has ended it."""
-        if error is not None or self._ends_at_next_call:
+        if error is not None or self.ends_at_next_call:
             self.end(error)
 
     def close(self) -> None:
@@ -254,19 +268,21 @@ class OptimizerSteps:
         """Begin a step if the compiled function may train the model, which it does not call.
 
         Args:
-            is_own: whether it is known to run a module of the job. If not, none begins in a step of another room.
+            is_own: whether it is known to run a module of the job. If not, none begins in a step of another room, nor
+                in another thread than the last one.
         """
         if self._is_closed or not any(map(starts_training, self._before.models)):
             return
-        if not is_own and not self._is_running and runs_step():
+        if not is_own and not self._is_running and (runs_step() or threading.current_thread() is not self._last_thread):
             return
-        if self._ends_at_next_call:
+        if self.ends_at_next_call:
             self.end()
         if self._is_running:
             return
         if is_own and not self._begins_at_end:
             self._missed.clear()
             self.begin()
+            self._before.note_step(is_open=False)
         else:
             self.begin_at_ends()
 
@@ -274,7 +290,7 @@ class OptimizerSteps:
         """Begin a step if a call of this module begins one. Return True if it does."""
         if self._is_closed or is_in_backward():
             return False
-        if self._ends_at_next_call and self._thread is threading.current_thread():
+        if self.ends_at_next_call and self._thread is threading.current_thread():
             self.end()
         may_begin = starts_training(module) and not self._before.is_other(module)
         if self._before.is_open and self._is_running and self._before.is_trained(module):
@@ -283,7 +299,7 @@ class OptimizerSteps:
                 self.end(StepAborted())  # an evaluation
         if not may_begin and (self._is_running or is_captured() or not self._before.begins_step(module)):
             return False
-        if self._ends_at_next_call:
+        if self.ends_at_next_call:
             self.end()
         if self._is_running and self._steps.was_refused:
             self.end(StepAborted())
@@ -308,7 +324,7 @@ class OptimizerSteps:
         if self._is_closed or is_captured():
             return
         if is_in_backward():
-            self._ends_at_next_call = True
+            self.ends_at_next_call = True
             return
         if not self._is_running:
             if getattr(getattr(optimizer, "_join_config", None), "enable", False):

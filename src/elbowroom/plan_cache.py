@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import statistics
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from elbowroom.planned_step import PlannedStep, forecast_plan
 from elbowroom.planner_faults import explain_fault, keeping_plan
 from elbowroom.planning_times import QUICK, find_level
 from elbowroom.step_planner import StepPlanner
+from elbowroom.unplanned_steps import UnplannedSteps
 from elbowroom.unused_state_plans import LeavesOut, plan_beside_unused
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class PlanCache:
         lease: the current one; `set_budget` replaces it.
         planner: as given.
         entries: most recently used first.
+        unplanned: steps that no plan fitted.
         has_recurred: whether any kind of step has recurred. One step tells nothing of the next.
     """
 
@@ -83,9 +84,7 @@ class PlanCache:
         self._steady = STEADY
         self._captured: tuple[int, ...] = ()  # kind of the last captured step
         self.has_recurred = False
-        self._least_budgets: dict[
-            int, int
-        ] = {}  # by kind: the smallest within which such steps have run without a plan
+        self.unplanned = UnplannedSteps(self._tell_apart)
         self._recent: deque[int | None] = deque(maxlen=RECENT)  # kinds of steps; None for a known one
 
     @property
@@ -112,10 +111,6 @@ class PlanCache:
             self.has_recurred = True
         elif former:
             self._steady = 0
-
-    def record_run(self, sizes: Sequence[int]) -> None:
-        """Record that a step that no plan fits has run within the budget. `sizes`: as for `record_miss`."""
-        self._least_budgets[hash(self.name_kind(sizes))] = self.lease.device_bytes
 
     def record_growth(self, entry: PlanCacheEntry, growth_bytes: int) -> None:
         """Record how much a plain step of a kind held beyond what was there before it."""
@@ -189,7 +184,7 @@ class PlanCache:
         return tuple(each if each >= least_bytes else 0 for each in sizes)
 
     def _tell_apart(self, trace: Trace) -> tuple[object, ...]:
-        names = [op.name for op in trace.ops if op.tick <= trace.needs[-1].tick]
+        names = tuple(op.name for op in trace.ops if op.tick <= trace.needs[-1].tick)
         return self.name_kind(list_sizes(trace)), names
 
     def remove(self, entry: PlanCacheEntry) -> None:
@@ -269,10 +264,11 @@ class PlanCache:
         self.lease = self.lease.replace(budget_bytes)
         self.entries = [PlanCacheEntry(planned, Source.MEASURED, calls=calls, is_agreed=True)]
 
-    def set_budget(self, nbytes: int, *, regroups: bool = False) -> None:
+    def set_budget(self, nbytes: int, held_bytes: int | None = None, *, regroups: bool = False) -> None:
         """Plan the expected step for another budget, and drop the other plans until their steps recur.
 
         Args:
+            held_bytes: that the job holds between steps, model state that is away included; None if unknown.
             regroups: whether optimizers update fewer parameters at a time if they have to, and unused state can leave.
 
         Raises:
@@ -281,22 +277,29 @@ class PlanCache:
         before, self.lease = self.lease, self.lease.replace(nbytes)
         try:
             entry = self.current
-            if entry is None or (nbytes > before.device_bytes and list_unused_state(entry.planned.trace)):
-                self.entries = []  # the next capture tells whether unused state fits as well
+            planned = None
+            plan_again = functools.partial(self._plan_again, held_bytes=held_bytes, regroups=regroups)
+            if entry is None:
+                latest = self.unplanned.latest
+                if latest is not None and held_bytes is not None and nbytes < latest[2]:
+                    plan_again(latest[0], latest[1])
+            elif nbytes <= before.device_bytes or not list_unused_state(entry.planned.trace):
+                planned = plan_again(entry.planned.trace, entry.planned.costs)
+            if entry is None or planned is None:  # the next capture tells whether unused state fits as well
+                self.entries = []
             else:
-                self.entries = self._plan_again(entry, regroups=regroups)
+                fresh = dataclasses.replace(entry, planned=planned, busy_seconds=[], is_proven=False, is_short=False)
+                self.entries = [fresh]
         except BaseException:
             self.lease = before
             raise
 
-    def _plan_again(self, entry: PlanCacheEntry, *, regroups: bool) -> list[PlanCacheEntry]:
-        trace, costs = entry.planned.trace, entry.planned.costs
+    def _plan_again(self, trace: Trace, costs: Costs, held_bytes: int | None, *, regroups: bool) -> PlannedStep | None:
         try:
-            planned = self.plan_step(trace, costs)
-            return [dataclasses.replace(entry, planned=planned, busy_seconds=[], is_proven=False, is_short=False)]
+            return self.plan_step(trace, costs)
         except Infeasible as error:
-            if self._least_budgets.get(hash(self.name_kind(list_sizes(trace))), math.inf) <= self.lease.device_bytes:
-                return []
+            if held_bytes is not None and self.unplanned.have_run(trace, self.lease.device_bytes, held_bytes):
+                return None
             if error.needed_bytes <= self.lease.device_bytes:
                 raise  # the tier below is too small
             if regroups:
@@ -307,10 +310,10 @@ class PlanCache:
             if obstacle is not None:
                 error.add(obstacle)
                 raise
-            return []
+            return None
         except TraceError as error:
             logger.warning("%s", explain_fault(error))
-            return []
+            return None
 
     def replan(self, entry: PlanCacheEntry, measurements: Measurements) -> None:
         """Replan a step with measured costs of its ops.

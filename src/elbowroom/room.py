@@ -192,7 +192,8 @@ class Room:
         if self._job.moves_state and (held_bytes := self._ledger.live_bytes) > budget_bytes:
             self._pager.make_room_between_steps(held_bytes - budget_bytes)
         try:
-            change_budget(self._cache, self._modes.agreed, self._job, self._ledger.live_bytes, budget_bytes)
+            held_bytes, away_bytes = self._ledger.live_bytes, self._pager.count_away()
+            change_budget(self._cache, self._modes.agreed, self._job, held_bytes, away_bytes, budget_bytes)
         except Infeasible as error:
             advise(error, self._job.model, self._job.optimizers, moves_state=self._job.moves_state)
             raise

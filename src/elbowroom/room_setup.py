@@ -52,8 +52,14 @@ def probe_within(job: Job, ledger: Ledger, budget_bytes: int) -> HardwareProfile
     return profile
 
 
-def change_budget(cache: PlanCache, agreed: AgreedPlans | None, job: Job, held_bytes: int, budget_bytes: int) -> None:
-    """Plan for another budget. `held_bytes`: what the job holds between steps.
+def change_budget(
+    cache: PlanCache, agreed: AgreedPlans | None, job: Job, held_bytes: int, away_bytes: int, budget_bytes: int
+) -> None:
+    """Plan for another budget.
+
+    Args:
+        held_bytes: what the job holds between steps.
+        away_bytes: model state that is not on the device.
 
     Raises:
         Infeasible: the job holds more, or no plan fits.
@@ -70,7 +76,7 @@ def change_budget(cache: PlanCache, agreed: AgreedPlans | None, job: Job, held_b
         raise refusal
     else:
         can_group = len(find_groupable(job.optimizers)) == len(job.optimizers)
-        cache.set_budget(budget_bytes, regroups=job.moves_state and can_group)
+        cache.set_budget(budget_bytes, held_bytes + away_bytes, regroups=job.moves_state and can_group)
 
 
 def make_pager(job: Job, transfers: Transfers, ledger: Ledger) -> StatePager:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Sequence
 
@@ -11,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from elbowroom.errors import Infeasible, UsageError
-from elbowroom.hooks.step_threads import note_begin, note_end
+from elbowroom.hooks.open_steps import OpenStep
 from elbowroom.optimizer_steps import OptimizerSteps
 from elbowroom.runtime.ending_step import StepAborted
 from elbowroom.shared_lease import LeaseHolder, SharedLease
@@ -21,15 +20,6 @@ LEASE = (
     "The budget is this job's lease of a shared device: it is larger while fewer jobs share the device, or where "
     "`elbowroom share` has more memory."
 )
-
-
-@dataclasses.dataclass
-class _OpenStep:
-    """A step that has begun, the id of the thread that began it, and whether its end has begun."""
-
-    context: contextlib.AbstractContextManager[None]
-    thread: int
-    is_ending: bool = False
 
 
 class StepBoundaries:
@@ -50,7 +40,7 @@ class StepBoundaries:
         self.shared = shared
         self._holder = holder
         self.has_begun = False
-        self._step: _OpenStep | None = None
+        self._step: OpenStep | None = None
         self._found: OptimizerSteps | None = None
 
     @property
@@ -106,8 +96,7 @@ class StepBoundaries:
         if self.shared is not None:
             self.shared.renew(self._holder)
         self.has_begun = True
-        self._step = _OpenStep(self._modes.step(), threading.get_ident())
-        note_begin()
+        self._step = OpenStep(self._modes.step())
         try:
             self._step.context.__enter__()
         except BaseException:
@@ -136,8 +125,6 @@ class StepBoundaries:
 
     def _note_end(self) -> None:
         """Note that no step runs any more, whether it succeeded or failed."""
-        if self._step is not None:
-            note_end(self._step.thread)
         self._step = None
         if self.shared is not None:
             with contextlib.suppress(ReferenceError):  # the collector has found the room in a cycle: it is detached

@@ -446,6 +446,8 @@ class Heard:
     def __init__(self) -> None:
         self.told: list[object] = []
 
+    awaits_call, knows_calls = True, False
+
     def owns(self, modules: Iterable[nn.Module]) -> bool:
         return False
 

@@ -26,13 +26,14 @@ class CallsBefore:
     Attributes:
         models: as given.
         is_open: whether a step that such a call began has not called the trained model yet.
+        knows_steps: whether a step has begun at a call.
     """
 
     def __init__(
         self, models: Sequence[torch.nn.Module], others: Iterable[torch.nn.Module], optimizers: Sequence[Optimizer]
     ) -> None:
         self.models = models
-        self.is_open = False
+        self.is_open = self.knows_steps = False
         self._trained = {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
         frozen = [each for each in models[1:] if self._trained and not self.is_trained(each)]
         self._others = [weakref.ref(entry) for each in others for entry in list_entries(each)]
@@ -66,3 +67,4 @@ class CallsBefore:
         self._called = set()
         self._thread = threading.get_ident()
         self.is_open = is_open
+        self.knows_steps = True

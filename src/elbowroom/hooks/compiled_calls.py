@@ -6,20 +6,29 @@ replaced would split the graph, and change its results in their last bits.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
+from elbowroom.hooks.reached_modules import find_modules
+
 
 class Listener(Protocol):
     """Is told of calls of compiled functions in any thread."""
+
+    @property
+    def awaits_call(self) -> bool:
+        """True if it is to be told of the next call."""
+
+    @property
+    def knows_calls(self) -> bool:
+        """True if it has been called by modules of its own: a call of an unknown function is another listener's."""
 
     def owns(self, modules: Iterable[torch.nn.Module]) -> bool:
         """Tell whether one of these modules is its own. If a call runs such a module, other listeners are not told."""
@@ -69,21 +78,24 @@ def listen(listener: Listener) -> Callable[[], None]:
     return end
 
 
-def _list_modules(call: FrameType) -> list[torch.nn.Module]:
-    """Return modules that a compiled function may run: bound to it, in its arguments, its closure or its globals.
+def _tell(call: FrameType) -> None:
+    """Tell the listeners whose modules a call runs; if that is unknown, those that it may concern.
 
     Args:
         call: frame of Dynamo's wrapper.
     """
-    variables = call.f_locals
-    function = variables.get("fn")
-    values = [getattr(function, "__self__", None), *variables.get("args", ()), *variables.get("kwargs", {}).values()]
-    if isinstance(function, FunctionType):
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is empty
-                values.append(cell.cell_contents)
-        values += [function.__globals__.get(name) for name in function.__code__.co_names]
-    return [each for each in values if isinstance(each, torch.nn.Module)]
+    waiting = [each for each in _listeners if each.awaits_call]
+    if not waiting:
+        return
+    known = call.f_locals
+    modules = find_modules((known.get("fn"), known.get("args"), known.get("kwargs")))
+    is_known = any(each.owns(modules) for each in _listeners)
+    if is_known:
+        waiting = [each for each in waiting if each.owns(modules)]
+    elif any(not each.knows_calls for each in waiting):
+        waiting = [each for each in waiting if not each.knows_calls]
+    for each in waiting:
+        each.before_compiled_call(is_own=is_known)
 
 
 def tell_listeners() -> None:
@@ -96,11 +108,8 @@ def tell_listeners() -> None:
 
     @functools.wraps(begin)
     def tell_and_begin() -> Any:
-        call, listeners = sys._getframe(1), tuple(_listeners)
-        modules = _list_modules(call)
-        owners = tuple(each for each in listeners if each.owns(modules))
-        for each in owners or listeners:
-            each.before_compiled_call(is_own=bool(owners))
+        call = sys._getframe(1)
+        _tell(call)
         if call.f_code.co_name == "compile_wrapper":
             _running.calls.append(_Call(call, sys.exc_info()[1]))
         return begin()

@@ -131,6 +131,8 @@ class _StayWatched:
     def __init__(self) -> None:
         self._native = library.load()
 
+    awaits_call = knows_calls = False
+
     def owns(self, modules: Iterable[torch.nn.Module]) -> bool:
         return False
 

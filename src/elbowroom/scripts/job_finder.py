@@ -143,6 +143,16 @@ class JobFinder:
             nn.Module.__call__ = self._call  # type: ignore[method-assign]
             self._stop_listening()
 
+    @property
+    def awaits_call(self) -> bool:
+        """True while a job is searched for."""
+        return self._is_searching
+
+    @property
+    def knows_calls(self) -> bool:
+        """False: the job is not known yet."""
+        return False
+
     def owns(self, modules: Iterable[nn.Module]) -> bool:
         """Return False: the job is not known yet."""
         return False
