@@ -39,10 +39,54 @@ class Gated(nn.Module):
 
     def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         self.gate.copy_(gate)
+        return self.run_layers(batch)
+
+    def run_layers(self, batch: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             batch = layer(batch) * (self.gate * 1.5).sigmoid()  # autograd saves the sigmoid's result, not the gate
         if self.is_cleared:
             run_elsewhere(self.gate.zero_)
+        return batch
+
+
+class FilledWithoutGradients(Gated):
+    def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.gate.copy_(gate)
+        return self.run_layers(batch)
+
+
+class FilledThroughData(Gated):
+    def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        self.gate.data.copy_(gate)
+        return self.run_layers(batch)
+
+
+class FilledByBatchNorm(Gated):
+    """Batch norm writes to its statistics, which are rows of the gate, without raising the version counter."""
+
+    def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        nn.functional.batch_norm(gate, self.gate[0], self.gate[1], training=True)
+        return self.run_layers(batch)
+
+
+class WrittenTwice(Gated):
+    """After the thread, the step writes as well."""
+
+    def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        batch = super().forward(batch, gate)
+        self.gate.copy_(2 * gate)
+        return batch
+
+
+class Replaced(Gated):
+    """The gate gets other contents, and is written to then. No thread writes."""
+
+    def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        self.is_cleared = False
+        batch = super().forward(batch, gate)
+        self.gate.data = torch.zeros_like(self.gate)
+        self.gate.add_(1)
         return batch
 
 
@@ -98,6 +142,24 @@ def fit(
 
 
 RECOMPUTING = [{"strategy": "recompute_all"}, {"mode": "dynamic", "policy": "dtr"}]
+
+
+@pytest.mark.parametrize("kind", [FilledWithoutGradients, FilledThroughData, FilledByBatchNorm, WrittenTwice])
+def test_the_write_is_found_however_the_tensor_was_filled(kind: type[Gated], profile: HardwareProfile) -> None:
+    model, optimizer = make_job(kind)
+    room = fit(model, optimizer, 4_700_000, profile, **RECOMPUTING[1])
+    with room, pytest.raises(SavedTensorLost, match="a thread of the program"):
+        train(room, model, optimizer)
+
+
+@pytest.mark.parametrize("options", RECOMPUTING)
+def test_other_contents_are_no_write(options: Any, profile: HardwareProfile) -> None:
+    expected = train(None, *make_job(Replaced))
+    model, optimizer = make_job(Replaced)
+    with fit(model, optimizer, 4_700_000, profile, **options) as room:
+        found = train(room, model, optimizer)
+        assert sum(each.recomputed for each in room.journal().steps) > 0
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("options", RECOMPUTING)

@@ -353,7 +353,7 @@ void OpWatch::tell(Write moment, at::TensorList written) {
     {
       const std::lock_guard<std::mutex> guard(table_->mutex);
       if (const StorageRecordPtr& record = table_->find(storage)) {
-        begins ? record->begin_write() : record->end_write();
+        begins ? record->begin_write() : record->end_write(tensor);
         record->nbytes = static_cast<int64_t>(storage->nbytes());  // it may have grown
         is_guarded = record->is_guarded;
         if (moment == Write::ENDS_UNRECORDED) forgotten = record->forget_ops();
@@ -397,7 +397,7 @@ void OpWatch::put_down(
     // An argument that is returned was not made by the op, even if its schema hides that it returns a view.
     if (is_read || record->made_by || record->version != 0 || record->is_staying) continue;
     record->made_by = op;
-    record->follow_versions(*tensor.unsafeGetTensorImpl());
+    record->follow_versions(tensor);
     new_bytes += record->nbytes;
   }
   op->inner_bytes = std::max<int64_t>(0, op->inner_bytes - new_bytes);
@@ -418,7 +418,7 @@ void OpWatch::forget_ops(at::TensorList written) {
     const c10::StorageImpl* storage = find_storage(tensor);
     const StorageRecordPtr record = storage == nullptr ? StorageRecordPtr() : table_->find(storage);
     if (!record) continue;
-    record->end_write();
+    record->end_write(tensor);
     for (RecordedOpPtr& each : record->forget_ops()) forgotten.push_back(std::move(each));
   }
 }

@@ -1,8 +1,10 @@
 #include "storage_records.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pthread.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "ledger.h"
@@ -11,6 +13,15 @@
 namespace elbowroom {
 
 namespace {
+
+// Limit on the version counters that a record follows: a tensor's, and those of its `.data`.
+constexpr size_t MOST_FOLLOWED = 4;
+
+// Returns whether two tensors share a version counter. PyTorch's class holds one pointer, and does not compare it.
+bool is_same(const c10::VariableVersion& first, const c10::VariableVersion& second) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+  return std::memcmp(&first, &second, sizeof(void*)) == 0;
+}
 
 // A record refers to the op that made it, which refers to the records that it read, and so on through the whole step.
 // Recursive destruction would overflow the stack, so the outermost call destroys what the inner ones have put here. A
@@ -79,6 +90,49 @@ StorageTable::StorageTable(Scope* scope) : scope(scope) {
 }
 
 StorageTable::~StorageTable() { Tables::get().remove(this); }
+
+void StorageRecord::follow_versions(const at::Tensor& tensor) {
+  find_unwatched_writes();
+  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  if (!counter.enabled()) return;  // of an inference tensor
+  for (Followed& each : followed_) {
+    each.is_rise_due = false;  // an op uses the tensor after the rise, if there was one
+    if (is_same(each.counter, counter)) return;
+  }
+  if (followed_.size() == MOST_FOLLOWED) return;
+  const c10::weak_intrusive_ptr<c10::TensorImpl> followed(tensor.getIntrusivePtr());
+  followed_.push_back(Followed{followed, counter, counter.current_version(), false});
+}
+
+void StorageRecord::find_unwatched_writes() {
+  if (is_being_written_) return;
+  for (size_t i = 0; i < followed_.size();) {
+    Followed& each = followed_[i];
+    const uint32_t now = each.counter.current_version();
+    if (now != each.counted) {
+      const auto tensor = each.tensor.lock();
+      if (tensor && tensor->has_storage() && tensor->storage().unsafeGetStorageImpl() != key) {
+        followed_.erase(followed_.begin() + static_cast<std::ptrdiff_t>(i));  // the program has given it other contents
+        continue;
+      }
+      if (now > each.counted + (each.is_rise_due ? 1 : 0)) ++unwatched_writes;
+      each.is_rise_due = false;
+      each.counted = now;
+    }
+    ++i;
+  }
+}
+
+void StorageRecord::end_write(const at::Tensor& tensor) {
+  is_being_written_ = false;
+  ++version;
+  // Ops are watched below the kernel that raises the counter, which excludes its own key meanwhile.
+  const bool rises = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
+  for (Followed& each : followed_) {
+    each.counted = each.counter.current_version();
+    each.is_rise_due = rises && is_same(each.counter, tensor.unsafeGetTensorImpl()->version_counter());
+  }
+}
 
 void StorageRecord::release_resources() {
   for (RecordedOpPtr& op : forget_ops()) destroy(std::move(op));

@@ -1,10 +1,11 @@
 // Records of the storages that a step's ops have used.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/SafePyObject.h>
 #include <c10/core/Storage.h>
 #include <c10/core/TensorImpl.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -39,36 +40,20 @@ class StorageRecord final : public c10::intrusive_ptr_target {
     id = -1;
     is_known = is_handled = false;
   }
-  // Follows the version counter of a tensor of it, unless it follows one already. Finds writes that were not watched.
-  void follow_versions(const c10::TensorImpl& tensor) {
-    if (counter_.enabled()) return find_unwatched_writes();
-    counter_ = tensor.version_counter();  // disabled for inference tensors
-    note_version();
-  }
-  // Counts a write if the version counter has risen since the latest watched write, whose own rise may follow its end. A
+  // With the table's mutex held: follows the version counter of a tensor of it, which an op has used. Finds writes that
+  // were not watched.
+  void follow_versions(const at::Tensor& tensor);
+  // Counts a write if a version counter has risen since the latest watched write, whose own rise may follow its end. A
   // lower value is of code that has set it back.
-  void find_unwatched_writes() {
-    if (!counter_.enabled() || is_being_written_) return;
-    const uint32_t now = counter_.current_version();
-    if (now == counted_) return;
-    if (now > counted_ + (is_rise_due_ ? 1 : 0)) ++unwatched_writes;
-    is_rise_due_ = false;
-    counted_ = now;
-  }
+  void find_unwatched_writes();
   // Notes that a watched op is about to write to it.
   void begin_write() {
     find_unwatched_writes();
     is_being_written_ = true;
     ++version;
   }
-  // Notes that a watched op has written to it, or failed.
-  void end_write() {
-    is_being_written_ = false;
-    // Ops are watched below the kernel that raises the counter, which excludes its own key meanwhile.
-    is_rise_due_ = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
-    note_version();
-    ++version;
-  }
+  // Notes that a watched op has written to it through this tensor, or failed.
+  void end_write(const at::Tensor& tensor);
   // Forgets the ops that computed its contents, and returns them, to be destroyed without the mutex.
   std::vector<RecordedOpPtr> forget_ops();
 
@@ -92,13 +77,15 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   std::vector<RecordedOpPtr> changed_by;  // ops that wrote to it since, in order
 
  private:
-  void note_version() {
-    if (counter_.enabled()) counted_ = counter_.current_version();
-  }
+  // A version counter of a tensor, and of the views that share it. `.data` has one of its own.
+  struct Followed {
+    c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
+    c10::VariableVersion counter;
+    uint32_t counted = 0;      // its value after the latest watched write
+    bool is_rise_due = false;  // the latest watched write raises it after its end
+  };
 
-  c10::VariableVersion counter_;   // of one of its tensors
-  uint32_t counted_ = 0;           // value of the counter after the latest watched write
-  bool is_rise_due_ = false;       // the latest watched write raises the counter after its end
+  c10::SmallVector<Followed, 1> followed_;
   bool is_being_written_ = false;  // by a watched op
 };
 using StorageRecordPtr = c10::intrusive_ptr<StorageRecord>;

@@ -19,6 +19,8 @@ from elbowroom.runtime.step_state import StepState
 
 logger = logging.getLogger(__name__)
 
+LOST = "weights that fully_shard had freed, or tensors that another thread has written to"
+
 
 class WriteGuard:
     """Keeps replays and copies correct when an op, or code outside PyTorch, writes to a tensor.
@@ -83,6 +85,9 @@ class WriteGuard:
                     with Hidden():
                         copied = home.clone()
                 for reader in waiting:
+                    copies = [each.record for each in reader.inputs]
+                    if not reader.recording.is_intact(self._state.storages.table, copies):
+                        continue  # another thread has written before: the contents are not those that its ops read
                     reader.inputs = {**reader.inputs, saved: copied}
                     reader.reads = tuple(each for each in reader.reads if each is not saved)
                     saved.discard_reader(reader)
@@ -110,8 +115,8 @@ class WriteGuard:
         for saved in lost:
             self._executor.forget_recording(saved)
         if lost:
-            self._state.given_up = "it takes weights that fully_shard had freed."
-            logger.warning("what the step leaves behind was given up, as it takes weights that fully_shard had freed")
+            self._state.given_up = f"it takes {LOST}."
+            logger.warning("what the step leaves behind was given up, as it takes %s", LOST)
 
     def _settle(self, storages: Iterable[SavedStorage]) -> list[SavedStorage]:
         """Recompute dropped storages and offload them. Return those that take weights that are not gathered now."""
