@@ -20,6 +20,7 @@ from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_calls import listen
 from elbowroom.hooks.compiled_regions import is_in_region
 from elbowroom.hooks.grouped_step import GroupedStep
+from elbowroom.hooks.reached_modules import find_modules
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.optimizer_steps import OptimizerSteps
@@ -506,10 +507,39 @@ def make_compiled(kind: str) -> tuple[Callable[[torch.Tensor], torch.Tensor], nn
         return model, model, optimizer
     if kind == "model":
         return torch.compile(model, backend="aot_eager"), model, optimizer
+    if kind == "partial":
+        return torch.compile(functools.partial(model), backend="aot_eager"), model, optimizer
+    if kind == "method":
+        return torch.compile(Trainer([model]).call, backend="aot_eager"), model, optimizer
     return torch.compile(lambda x: model(x), backend="aot_eager"), model, optimizer
 
 
-@pytest.mark.parametrize("kind", ["blocks", "model", "function"])
+class Trainer:
+    """Holds a model in a list."""
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        self.models = models
+
+    def call(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.models[0](x)
+        return found
+
+
+models = nn.Linear(1, 1)
+"""Has the name of an attribute that `Trainer.call` reads."""
+
+
+def test_modules_that_a_function_reaches() -> None:
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    method = Trainer([model]).call
+    assert find_modules([method]) == [model]
+    assert find_modules([functools.partial(method, other)]) == [other, model]
+    assert find_modules([{"net": (model,)}, "text", None]) == [model]
+    assert find_modules([lambda: models(model.weight)]) == [model, models]
+    assert find_modules([torch.compile(lambda: other, backend="eager")]) == [other]
+
+
+@pytest.mark.parametrize("kind", ["blocks", "model", "function", "partial", "method"])
 @pytest.mark.parametrize("finds", [True, False], ids=["found", "with"])
 def test_a_compiled_call_begins_no_step_of_another_room(kind: str, finds: bool, profile: HardwareProfile) -> None:
     """Each room has the steps of its own job, an evaluation in training mode but without gradients between them."""

@@ -192,6 +192,31 @@ def test_set_budget_takes_what_ran_in_slices(profile: HardwareProfile) -> None:
     assert {each.mode for each in steps[STEPS - 2 : STEPS]} == {Mode.DYNAMIC}
 
 
+def test_set_budget_knows_beside_what_slices_ran(profile: HardwareProfile) -> None:
+    job, budget = make_wide_job(), 1_100_000
+    with fit(job, profile, budget) as room:
+
+        def run() -> None:
+            for index in range(STEPS):
+                with room.step():
+                    job.step(index)
+
+        run()
+        with pytest.raises(Infeasible):
+            room.set_budget(300_000)  # though there is no plan to compare with
+        room.set_budget(budget + 30_000)
+        run()
+        room.set_budget(4 << 20)
+        run()
+        held = torch.zeros(15_000)
+        with pytest.raises(Infeasible, match="a new fit with this budget"):
+            room.set_budget(budget)
+        del held
+        room.set_budget(budget)
+        run()
+        assert max(each.peak_bytes or 0 for each in room.journal().steps[-STEPS:]) <= budget
+
+
 def test_set_budget_refuses_what_has_no_room_below(profile: HardwareProfile) -> None:
     job = make_job()
     with fit(job, profile, 2 * PEAK_BYTES, strategy="keep_all", host_bytes=PEAK_BYTES // 8) as room:

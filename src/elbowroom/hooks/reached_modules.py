@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-MOST_STEPS = 4
+MOST_VALUES = 2000
+"""An optimizer's state may have more."""
+
+MOST_STEPS = 6
 """From a function to a module: through closures, globals, arguments, attributes, and the items of containers."""
 
 
@@ -21,7 +24,7 @@ def find_modules(values: Iterable[Any]) -> list[torch.nn.Module]:
     level = list(values)
     for _ in range(MOST_STEPS):
         inner: list[Any] = []
-        for value in level:
+        for value in level[: MOST_VALUES - len(seen)]:
             if id(value) in seen:
                 continue
             seen.add(id(value))

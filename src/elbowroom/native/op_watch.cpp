@@ -252,7 +252,7 @@ void OpWatch::run_region(
   if (is_closed_) return next();
   const Count counted = count(name);
   move_state(counted.position, true);
-  tell(Write::BEGINS, written);
+  tell(Write::BEGINS_IN_REGION, written);
   try {
     const Running running(name);
     if (limits_device()) {
@@ -343,7 +343,7 @@ bool OpWatch::may_record(const Count& count) const {
 }
 
 void OpWatch::tell(Write moment, at::TensorList written) {
-  const bool begins = moment == Write::BEGINS;
+  const bool in_region = moment == Write::BEGINS_IN_REGION, begins = in_region || moment == Write::BEGINS;
   const auto& callback = begins ? callbacks_.before_write : callbacks_.after_write;
   for (const at::Tensor& tensor : written) {
     const c10::StorageImpl* storage = find_storage(tensor);
@@ -353,7 +353,7 @@ void OpWatch::tell(Write moment, at::TensorList written) {
     {
       const std::lock_guard<std::mutex> guard(table_->mutex);
       if (const StorageRecordPtr& record = table_->find(storage)) {
-        begins ? record->begin_write() : record->end_write(tensor);
+        begins ? record->begin_write(in_region) : record->end_write(tensor);
         record->nbytes = static_cast<int64_t>(storage->nbytes());  // it may have grown
         is_guarded = record->is_guarded;
         if (moment == Write::ENDS_UNRECORDED) forgotten = record->forget_ops();

@@ -46,8 +46,12 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   // Counts a write if a version counter has risen since the latest watched write, whose own rise may follow its end. A
   // lower value is of code that has set it back.
   void find_unwatched_writes();
-  // Notes that a watched op is about to write to it.
-  void begin_write() {
+  // Notes that a watched op is about to write to it. `in_region`: compiled code, for which AOTAutograd raises the counter
+  // before it runs.
+  void begin_write(bool in_region) {
+    if (in_region) {
+      for (Followed& each : followed_) each.is_rise_due = true;
+    }
     find_unwatched_writes();
     is_being_written_ = true;
     ++version;
