@@ -177,6 +177,9 @@ BAD_LISTS = {
     "no evaluation": {"device_bytes": 5, "jobs": [job([[1, 1.0]], evaluation=[5, 1.0])]},
     "no steps between evaluations": {"device_bytes": 5, "jobs": [job([[1, 1.0]], evaluation=[0, 1.0, 1])]},
     "no steps": {"device_bytes": 5, "jobs": [job([[1, 1.0]], 0)]},
+    "a part of a step": {"device_bytes": 5, "jobs": [job([[1, 1.0]], 1.5)]},
+    "a misspelt weight": {"device_bytes": 5, "jobs": [job([[1, 1.0]], wieght=2)]},
+    "a misspelt device": {"device_bytes": 5, "link": 1e9, "jobs": []},
     "a list": [],
 }
 

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from elbowroom.errors import UsageError
@@ -76,6 +77,9 @@ class ListedJob:
         return seconds
 
 
+JOB_NAMES = tuple(field.name for field in dataclasses.fields(ListedJob))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobList:
     """Jobs and the device that they share."""
@@ -110,10 +114,11 @@ def read_job_list(found: Any) -> JobList:
     """
     if not isinstance(found, dict) or not isinstance(found.get("jobs"), list):
         raise UsageError("a job list is an object with device_bytes and a list of jobs")
+    _check_names("the job list", found, ("device_bytes", "link_bytes_per_second", "jobs"))
     jobs = tuple(_read_job(f"jobs[{place}]", each) for place, each in enumerate(found["jobs"]))
     rate = found.get("link_bytes_per_second", LINK_BYTES_PER_SECOND)
     return JobList(
-        device_bytes=int(_read_number("device_bytes", found.get("device_bytes"), least=1)),
+        device_bytes=_read_count("device_bytes", found.get("device_bytes"), least=1),
         link_bytes_per_second=_read_number("link_bytes_per_second", rate, least=1),
         jobs=jobs,
     )
@@ -122,6 +127,7 @@ def read_job_list(found: Any) -> JobList:
 def _read_job(place: str, found: Any) -> ListedJob:
     if not isinstance(found, dict):
         raise UsageError(f"{place} is not an object")
+    _check_names(place, found, JOB_NAMES)
     points = found.get("front")
     if not isinstance(points, list) or not points:
         raise UsageError(f"{place}.front is a list of [bytes, seconds per step, seconds of compute]")
@@ -136,13 +142,13 @@ def _read_job(place: str, found: Any) -> ListedJob:
     return ListedJob(
         name=str(found.get("name", place))[:100],
         arrival_seconds=_read_number(f"{place}.arrival_seconds", found.get("arrival_seconds", 0), least=0),
-        steps=int(_read_number(f"{place}.steps", found.get("steps"), least=1)),
+        steps=_read_count(f"{place}.steps", found.get("steps"), least=1),
         front=make_front(front),
-        state_bytes=int(_read_number(f"{place}.state_bytes", found.get("state_bytes", 0), least=0)),
+        state_bytes=_read_count(f"{place}.state_bytes", found.get("state_bytes", 0), least=0),
         shape=_read_shape(f"{place}.shape", found.get("shape", [])),
         evaluation=_read_evaluation(f"{place}.evaluation", found.get("evaluation")),
         weight=_read_number(f"{place}.weight", found.get("weight", 1), least=1e-6),
-        priority=int(_read_number(f"{place}.priority", found.get("priority", 0), least=-(1 << 62))),
+        priority=_read_count(f"{place}.priority", found.get("priority", 0), least=-(1 << 62)),
     )
 
 
@@ -162,6 +168,18 @@ def _read_evaluation(place: str, found: Any) -> Evaluation | None:
     if steps < 1:
         raise UsageError(f"{place} needs at least a step between two evaluations")
     return Evaluation(steps=int(steps), seconds=seconds, nbytes=int(nbytes))
+
+
+def _check_names(place: str, found: dict[str, Any], known: Sequence[str]) -> None:
+    if unknown := sorted(set(found) - set(known)):
+        raise UsageError(f"{place} has unknown names {unknown}; there are: {', '.join(known)}")
+
+
+def _read_count(place: str, value: Any, *, least: int) -> int:
+    number = _read_number(place, value, least=least)
+    if number != int(number):
+        raise UsageError(f"{place} is a whole number, not {value}")
+    return int(number)
 
 
 def _read_number(place: str, value: Any, *, least: float) -> float:
