@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -537,6 +538,21 @@ def test_modules_that_a_function_reaches() -> None:
     assert find_modules([{"net": (model,)}, "text", None]) == [model]
     assert find_modules([lambda: models(model.weight)]) == [model, models]
     assert find_modules([torch.compile(lambda: other, backend="eager")]) == [other]
+    assert find_modules([Lazy(model), weakref.proxy(Lazy(other))]) == []
+
+
+class Lazy(dict[str, nn.Module]):
+    """Fails if it is asked for its items or attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.make = lambda: model.weight
+
+    def values(self) -> Any:
+        raise AssertionError
+
+    @property
+    def __class__(self) -> Any:
+        raise AssertionError
 
 
 @pytest.mark.parametrize("kind", ["blocks", "model", "function", "partial", "method"])

@@ -90,6 +90,21 @@ class Replaced(Gated):
         return batch
 
 
+@torch.library.custom_op("elbowroom_tests::clear_gate", mutates_args=("gate",))
+def clear_gate(gate: torch.Tensor) -> None:
+    gate.zero_()
+
+
+class ClearedByCustomOp(Gated):
+    """A custom op writes to the gate, and raises its version counter before. No thread writes."""
+
+    def forward(self, batch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        self.is_cleared = False
+        batch = super().forward(batch, gate)
+        clear_gate(self.gate)
+        return batch
+
+
 class DoubledInputs(Gated):
     """A thread writes to the input of a sigmoid, whose result autograd saves."""
 
@@ -152,10 +167,11 @@ def test_the_write_is_found_however_the_tensor_was_filled(kind: type[Gated], pro
         train(room, model, optimizer)
 
 
+@pytest.mark.parametrize("kind", [Replaced, ClearedByCustomOp])
 @pytest.mark.parametrize("options", RECOMPUTING)
-def test_other_contents_are_no_write(options: Any, profile: HardwareProfile) -> None:
-    expected = train(None, *make_job(Replaced))
-    model, optimizer = make_job(Replaced)
+def test_the_step_may_write_by_itself(options: Any, kind: type[Gated], profile: HardwareProfile) -> None:
+    expected = train(None, *make_job(kind))
+    model, optimizer = make_job(kind)
     with fit(model, optimizer, 4_700_000, profile, **options) as room:
         found = train(room, model, optimizer)
         assert sum(each.recomputed for each in room.journal().steps) > 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Iterable, Mapping
-from types import CodeType, FunctionType, MethodType
+import itertools
+from collections.abc import Iterable
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -18,43 +19,48 @@ MOST_STEPS = 6
 
 
 def find_modules(values: Iterable[Any]) -> list[torch.nn.Module]:
-    """Return the modules that are reached from these values: functions, their arguments, containers."""
+    """Return the modules that are reached from these values: functions, their arguments, containers.
+
+    Runs no code of the program: objects may load their items or attributes as they are asked for.
+    """
     found: dict[int, torch.nn.Module] = {}
-    seen = set[int]()
+    seen: dict[int, Any] = {}
     level = list(values)
     for _ in range(MOST_STEPS):
         inner: list[Any] = []
-        for value in level[: MOST_VALUES - len(seen)]:
+        for value in itertools.islice(level, max(0, MOST_VALUES - len(seen))):
             if id(value) in seen:
                 continue
-            seen.add(id(value))
-            if isinstance(value, torch.nn.Module):
+            seen[id(value)] = value
+            if issubclass(type(value), torch.nn.Module):
                 found[id(value)] = value
             else:
-                inner += _list_parts(value)
+                inner += itertools.islice(_list_parts(value), MOST_VALUES)
         level = inner
     return list(found.values())
 
 
-def _list_parts(value: Any) -> list[Any]:
+def _list_parts(value: Any) -> Iterable[Any]:
     """Return what a value refers to: of a function what it runs, of another object its items or attributes."""
-    if isinstance(value, (torch.Tensor, str, bytes, int, float, complex, type, type(None))):
-        return []
-    if isinstance(value, MethodType):
+    kind = type(value)
+    if kind is MethodType:
         return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
+    if kind is functools.partial:
         return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, FunctionType):
+    if kind is FunctionType:
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         named = [value.__globals__.get(name) for name in _list_globals(value.__code__)]
-        return [*cells, *named, getattr(value, "_torchdynamo_orig_callable", None)]
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if type(value).__module__ in ("builtins", "torch"):
+        return [*cells, *named, value.__dict__.get("_torchdynamo_orig_callable")]
+    for container, iterate in ((dict, dict.values), (list, list.__iter__), (tuple, tuple.__iter__)):
+        if issubclass(kind, container):
+            return iterate(value)
+    if issubclass(kind, (torch.Tensor, type, ModuleType)):
         return []
-    return list(getattr(value, "__dict__", {}).values())
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except Exception:  # it has none, or a property in its place
+        return []
+    return dict.values(attributes) if type(attributes) is dict else []
 
 
 def _is_filled(cell: Any) -> bool:

@@ -309,6 +309,9 @@ void bind_watch(py::module_& module) {
   module.def(
       "set_aside", [](bool is_aside) { return std::exchange(get_thread().is_aside, is_aside); }, py::arg("is_aside"),
       "Set whether the ops of this thread are left out of its step, which is told what they write. Return the former value.");
+  module.def(
+      "announce_rises", [](const std::vector<at::Tensor>& tensors) { announce_rises(tensors); }, py::arg("tensors"),
+      "Expect watched writes of this thread to tensors whose version counters are raised now.");
   module.def("set_watchers", &set_watchers, py::arg("watchers"), "Set the watchers that run every op of this thread.");
   module.def(
       "replace_device_counts",

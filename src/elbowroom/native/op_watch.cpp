@@ -252,7 +252,7 @@ void OpWatch::run_region(
   if (is_closed_) return next();
   const Count counted = count(name);
   move_state(counted.position, true);
-  tell(Write::BEGINS_IN_REGION, written);
+  tell(Write::BEGINS, written);
   try {
     const Running running(name);
     if (limits_device()) {
@@ -265,7 +265,7 @@ void OpWatch::run_region(
     forget_ops(written);
     throw;
   }
-  tell(Write::ENDS_UNRECORDED, written);
+  tell(Write::ENDS_IN_REGION, written);
   move_state(counted.position, false);
 }
 
@@ -343,7 +343,11 @@ bool OpWatch::may_record(const Count& count) const {
 }
 
 void OpWatch::tell(Write moment, at::TensorList written) {
-  const bool in_region = moment == Write::BEGINS_IN_REGION, begins = in_region || moment == Write::BEGINS;
+  const bool begins = moment == Write::BEGINS;
+  // Ops are watched below the kernel that raises the version counter, which excludes its own key meanwhile. Compiled code
+  // has announced its rises.
+  const bool rises_later = (moment == Write::ENDS || moment == Write::ENDS_UNRECORDED) &&
+      c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
   const auto& callback = begins ? callbacks_.before_write : callbacks_.after_write;
   for (const at::Tensor& tensor : written) {
     const c10::StorageImpl* storage = find_storage(tensor);
@@ -352,12 +356,15 @@ void OpWatch::tell(Write moment, at::TensorList written) {
     bool is_guarded = false;
     {
       const std::lock_guard<std::mutex> guard(table_->mutex);
+      Rises* const rises = table_->find_rises(tensor);
+      if (begins && rises != nullptr) rises->watched += std::exchange(rises->announced, 0);
       if (const StorageRecordPtr& record = table_->find(storage)) {
-        begins ? record->begin_write(in_region) : record->end_write(tensor);
+        begins ? record->begin_write() : record->end_write();
         record->nbytes = static_cast<int64_t>(storage->nbytes());  // it may have grown
         is_guarded = record->is_guarded;
-        if (moment == Write::ENDS_UNRECORDED) forgotten = record->forget_ops();
+        if (moment == Write::ENDS_UNRECORDED || moment == Write::ENDS_IN_REGION) forgotten = record->forget_ops();
       }
+      if (rises_later && rises != nullptr) ++rises->watched;
     }
     if (is_guarded && callback) callback(tensor);
   }
@@ -397,7 +404,7 @@ void OpWatch::put_down(
     // An argument that is returned was not made by the op, even if its schema hides that it returns a view.
     if (is_read || record->made_by || record->version != 0 || record->is_staying) continue;
     record->made_by = op;
-    record->follow_versions(tensor);
+    record->follow_versions(tensor, *table_);
     new_bytes += record->nbytes;
   }
   op->inner_bytes = std::max<int64_t>(0, op->inner_bytes - new_bytes);
@@ -418,7 +425,7 @@ void OpWatch::forget_ops(at::TensorList written) {
     const c10::StorageImpl* storage = find_storage(tensor);
     const StorageRecordPtr record = storage == nullptr ? StorageRecordPtr() : table_->find(storage);
     if (!record) continue;
-    record->end_write(tensor);
+    record->end_write();
     for (RecordedOpPtr& each : record->forget_ops()) forgotten.push_back(std::move(each));
   }
 }

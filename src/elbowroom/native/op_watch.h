@@ -210,7 +210,7 @@ class OpWatch {
   void lift_limit();
   // After a failed op: forgets the ops that made what it may have written to.
   void forget_ops(at::TensorList written);
-  enum class Write { BEGINS, BEGINS_IN_REGION, ENDS, ENDS_UNRECORDED };
+  enum class Write { BEGINS, ENDS, ENDS_UNRECORDED, ENDS_IN_REGION };
   // Reports that an op is about to write to these, or has written.
   void tell(Write moment, at::TensorList written);
 

@@ -22,7 +22,7 @@ std::optional<Slot> describe_one(const at::Tensor& tensor, StorageTable& table, 
   if (!is_plain(tensor, device)) return std::nullopt;
   Slot slot;
   slot.record = table.see(tensor.storage());
-  slot.record->follow_versions(tensor);
+  slot.record->follow_versions(tensor, table);
   slot.dtype = tensor.scalar_type();
   slot.sizes = tensor.sizes();
   slot.strides = tensor.strides();

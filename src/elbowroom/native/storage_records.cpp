@@ -1,6 +1,5 @@
 #include "storage_records.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -17,10 +16,12 @@ namespace {
 // Limit on the version counters that a record follows: a tensor's, and those of its `.data`.
 constexpr size_t MOST_FOLLOWED = 4;
 
-// Returns whether two tensors share a version counter. PyTorch's class holds one pointer, and does not compare it.
-bool is_same(const c10::VariableVersion& first, const c10::VariableVersion& second) {
+// Returns what tells counters apart. PyTorch's class holds one pointer, and does not show it.
+const void* identify(const c10::VariableVersion& counter) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  return std::memcmp(&first, &second, sizeof(void*)) == 0;
+  const void* found = nullptr;
+  std::memcpy(&found, &counter, sizeof(found));
+  return found;
 }
 
 // A record refers to the op that made it, which refers to the records that it read, and so on through the whole step.
@@ -91,47 +92,60 @@ StorageTable::StorageTable(Scope* scope) : scope(scope) {
 
 StorageTable::~StorageTable() { Tables::get().remove(this); }
 
-void StorageRecord::follow_versions(const at::Tensor& tensor) {
+void StorageRecord::follow_versions(const at::Tensor& tensor, StorageTable& table) {
   find_unwatched_writes();
   const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
   if (!counter.enabled()) return;  // of an inference tensor
+  bool is_followed = false;
   for (Followed& each : followed_) {
-    each.is_rise_due = false;  // an op uses the tensor after the rise, if there was one
-    if (is_same(each.counter, counter)) return;
+    each.explained = each.rises->watched;  // an op uses the storage after the rises, if there were any
+    is_followed = is_followed || identify(each.counter) == identify(counter);
   }
-  if (followed_.size() == MOST_FOLLOWED) return;
+  if (is_followed) return;
+  if (followed_.size() == MOST_FOLLOWED) {
+    const auto gone = std::find_if(followed_.begin(), followed_.end(), [](const Followed& each) { return each.tensor.expired(); });
+    if (gone == followed_.end()) return;
+    followed_.erase(gone);
+  }
+  const std::shared_ptr<Rises> rises = table.see_rises(counter);
   const c10::weak_intrusive_ptr<c10::TensorImpl> followed(tensor.getIntrusivePtr());
-  followed_.push_back(Followed{followed, counter, counter.current_version(), false});
+  followed_.push_back(Followed{followed, counter, rises, counter.current_version(), rises->watched});
 }
 
 void StorageRecord::find_unwatched_writes() {
   if (is_being_written_) return;
-  for (size_t i = 0; i < followed_.size();) {
-    Followed& each = followed_[i];
+  for (Followed& each : followed_) {
     const uint32_t now = each.counter.current_version();
-    if (now != each.counted) {
-      const auto tensor = each.tensor.lock();
-      if (tensor && tensor->has_storage() && tensor->storage().unsafeGetStorageImpl() != key) {
-        followed_.erase(followed_.begin() + static_cast<std::ptrdiff_t>(i));  // the program has given it other contents
-        continue;
+    if (now > each.counted) {
+      const uint32_t rises = now - each.counted, left = each.rises->watched - each.explained;
+      if (rises > left) {
+        ++unwatched_writes;
+        each.rises->announced = 0;
       }
-      if (now > each.counted + (each.is_rise_due ? 1 : 0)) ++unwatched_writes;
-      each.is_rise_due = false;
-      each.counted = now;
+      each.explained += std::min(rises, left);
     }
-    ++i;
+    each.counted = now;
   }
 }
 
-void StorageRecord::end_write(const at::Tensor& tensor) {
+void StorageRecord::end_write() {
   is_being_written_ = false;
   ++version;
-  // Ops are watched below the kernel that raises the counter, which excludes its own key meanwhile.
-  const bool rises = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
   for (Followed& each : followed_) {
     each.counted = each.counter.current_version();
-    each.is_rise_due = rises && is_same(each.counter, tensor.unsafeGetTensorImpl()->version_counter());
+    each.explained = each.rises->watched;
   }
+}
+
+Rises* StorageTable::find_rises(const at::Tensor& tensor) const {
+  const auto found = rises_.find(identify(tensor.unsafeGetTensorImpl()->version_counter()));
+  return found == rises_.end() ? nullptr : found->second.get();
+}
+
+std::shared_ptr<Rises> StorageTable::see_rises(const c10::VariableVersion& counter) {
+  std::shared_ptr<Rises>& rises = rises_[identify(counter)];
+  if (!rises) rises = std::make_shared<Rises>();
+  return rises;
 }
 
 void StorageRecord::release_resources() {

@@ -19,8 +19,15 @@ namespace elbowroom {
 
 class RecordedOp;
 class Scope;
+class StorageTable;
 struct Save;
 using RecordedOpPtr = c10::intrusive_ptr<RecordedOp>;
+
+// Rises of a version counter by writes that are watched. A tensor keeps its counter when it gets another storage.
+struct Rises {
+  uint32_t watched = 0;    // writes that raise it, some after their end
+  uint32_t announced = 0;  // calls of `increment_version` in watched threads, whose writes follow
+};
 
 // One storage of one step. Guarded by the table's mutex, except `views`.
 class StorageRecord final : public c10::intrusive_ptr_target {
@@ -42,22 +49,18 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   }
   // With the table's mutex held: follows the version counter of a tensor of it, which an op has used. Finds writes that
   // were not watched.
-  void follow_versions(const at::Tensor& tensor);
-  // Counts a write if a version counter has risen since the latest watched write, whose own rise may follow its end. A
-  // lower value is of code that has set it back.
+  void follow_versions(const at::Tensor& tensor, StorageTable& table);
+  // Counts a write if a version counter has risen more often than watched writes explain. A lower value is of code that
+  // has set it back.
   void find_unwatched_writes();
-  // Notes that a watched op is about to write to it. `in_region`: compiled code, for which AOTAutograd raises the counter
-  // before it runs.
-  void begin_write(bool in_region) {
-    if (in_region) {
-      for (Followed& each : followed_) each.is_rise_due = true;
-    }
+  // Notes that a watched op is about to write to it.
+  void begin_write() {
     find_unwatched_writes();
     is_being_written_ = true;
     ++version;
   }
-  // Notes that a watched op has written to it through this tensor, or failed.
-  void end_write(const at::Tensor& tensor);
+  // Notes that a watched op has written to it, or failed.
+  void end_write();
   // Forgets the ops that computed its contents, and returns them, to be destroyed without the mutex.
   std::vector<RecordedOpPtr> forget_ops();
 
@@ -85,8 +88,9 @@ class StorageRecord final : public c10::intrusive_ptr_target {
   struct Followed {
     c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
     c10::VariableVersion counter;
-    uint32_t counted = 0;      // its value after the latest watched write
-    bool is_rise_due = false;  // the latest watched write raises it after its end
+    std::shared_ptr<Rises> rises;
+    uint32_t counted;    // its value up to which its rises are explained
+    uint32_t explained;  // number of the watched writes that explain them
   };
 
   c10::SmallVector<Followed, 1> followed_;
@@ -123,6 +127,10 @@ class StorageTable {
   }
   // Notes, with the mutex held, that a record knows of an op that wrote to it. Such an op refers to the record as well.
   void note_changed(const StorageRecordPtr& record) { changed_.emplace_back(record); }
+  // Returns the rises of the version counter of a tensor, with the mutex held; null if no record follows it.
+  Rises* find_rises(const at::Tensor& tensor) const;
+  // Returns the rises of a version counter, with the mutex held; creates them if there are none.
+  std::shared_ptr<Rises> see_rises(const c10::VariableVersion& counter);
   // Removes all records, and has those that were noted forget their ops, which would keep each other. Takes the mutex.
   void clear();
   size_t size() const { return records_.size(); }
@@ -131,6 +139,7 @@ class StorageTable {
   void sweep();
 
   ska::flat_hash_map<const c10::StorageImpl*, StorageRecordPtr> records_;
+  ska::flat_hash_map<const void*, std::shared_ptr<Rises>> rises_;  // by counter, also of counters that are gone
   std::vector<c10::weak_intrusive_ptr<StorageRecord>> changed_;
   size_t sweep_at_ = 1024;
   std::atomic<bool> is_many_{false};  // changed with the mutex

@@ -299,6 +299,18 @@ thread_local bool is_running = false;
 
 }  // namespace
 
+void announce_rises(at::TensorList tensors) {
+  const Watchers* watchers = find_watchers(get_thread());
+  if (watchers == nullptr) return;
+  for (OpWatch* const watch : watchers->natives) {
+    if (watch == nullptr) continue;
+    const std::lock_guard<std::mutex> guard(watch->table().mutex);
+    for (const at::Tensor& tensor : tensors) {
+      if (Rises* const rises = watch->table().find_rises(tensor)) ++rises->announced;
+    }
+  }
+}
+
 void run_waiting(c10::function_ref<void()> run) {
   const Watchers* watchers = find_watchers(get_thread());
   OpWatch* const watch = watchers == nullptr ? nullptr : watchers->find_native();

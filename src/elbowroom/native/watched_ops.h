@@ -166,6 +166,9 @@ void set_watchers(const pybind11::tuple& watchers);
 // Has ops of this thread come to its watchers again, if there are any or there is managed state.
 void update_key();
 
+// Tells the watchers of this thread that it raises the version counters of tensors to which watched code writes then.
+void announce_rises(at::TensorList tensors);
+
 // Returns the watchers of this thread.
 pybind11::tuple get_watchers();
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from elbowroom.hooks.announced_rises import announce_rises
 from elbowroom.residency.plan_policy import NEVER
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.phase import Phase
@@ -35,6 +36,7 @@ def start_watching(
     Returns:
         The moves of model state that the plan makes; None if it makes none.
     """
+    announce_rises()
     state_moves = None
     if environment.sliced_ops is not None:
         environment.sliced_ops.begin_step(
