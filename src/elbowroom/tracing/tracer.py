@@ -250,7 +250,10 @@ class Tracer(TorchDispatchMode):
 
     def stays(self, save: int, is_held: Callable[[], bool]) -> None:
         """Expect a saved storage to stay, so that it is not freed when the program lets go of it: `is_held` tells."""
-        seen = self._seen[self._saves[save][1]]
+        storage = self._saves[save][1]
+        if storage < 0:
+            return  # it is not traced
+        seen = self._seen[storage]
 
         def let_go() -> bool:
             if is_held():
