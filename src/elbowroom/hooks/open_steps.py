@@ -33,10 +33,10 @@ class OpenStep:
     owner: threading.Thread = dataclasses.field(default_factory=threading.current_thread)
 
     def __post_init__(self) -> None:
-        _open.add(self)
+        _open[id(self)] = self
 
 
-_open: weakref.WeakSet[OpenStep] = weakref.WeakSet()
+_open: weakref.WeakValueDictionary[int, OpenStep] = weakref.WeakValueDictionary()
 
 
 @contextlib.contextmanager
@@ -51,4 +51,6 @@ def beginning_early() -> Iterator[None]:
 
 def runs_step() -> bool:
     """Tell whether this thread runs a step of any room that has begun at a call of the program."""
-    return any(not each.is_early and each.owner is threading.current_thread() for each in tuple(_open))
+    steps = [ref() for ref in _open.valuerefs()]  # a list: other threads begin steps meanwhile
+    own = threading.current_thread()
+    return any(each is not None and not each.is_early and each.owner is own for each in steps)
