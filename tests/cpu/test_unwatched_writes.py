@@ -174,7 +174,8 @@ def test_the_step_may_write_by_itself(options: Any, kind: type[Gated], profile: 
     model, optimizer = make_job(kind)
     with fit(model, optimizer, 4_700_000, profile, **options) as room:
         found = train(room, model, optimizer)
-        assert sum(each.recomputed for each in room.journal().steps) > 0
+        recomputed = sum(each.recomputed for each in room.journal().steps)
+        assert recomputed > 0 or "strategy" in options  # a plan may keep what is written to
     assert all(map(torch.equal, found, expected))
 
 
