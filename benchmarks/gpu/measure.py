@@ -72,6 +72,32 @@ def read_peaks(device: torch.device) -> dict[str, int]:
     return {kind: int(counts.get(f"{kind}_bytes.all.peak", 0)) for kind in kinds}
 
 
+def measure_host(step: Step, device: torch.device, count: int) -> dict[str, float]:
+    """What steps ask of the host.
+
+    Returns:
+        host_seconds: median time until a step returns, which the device may not have done by then; retries,
+        device_allocs and device_frees: means for one step of the requests that the caching allocator could only serve
+        after it had waited and given memory back, and of its calls of cudaMalloc and cudaFree. 0 on a CPU.
+    """
+    names = {"retries": "num_alloc_retries", "device_allocs": "num_device_alloc", "device_frees": "num_device_free"}
+    seconds = []
+    before = _read_counts(names, device)
+    for _ in range(count):
+        wait_for(device)
+        begin = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begin)
+    wait_for(device)
+    after = _read_counts(names, device)
+    return {"host_seconds": median(seconds)} | {name: (after[name] - before[name]) / count for name in names}
+
+
+def _read_counts(names: dict[str, str], device: torch.device) -> dict[str, int]:
+    counts = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+    return {name: int(counts.get(each, 0)) for name, each in names.items()}
+
+
 def count_outside(trace: Trace, device: torch.device, alignment_bytes: int) -> int:
     """Bytes that are allocated between steps and that no storage of a trace stands for.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import elbowroom
-from benchmarks.gpu.measure import time_steps
+from benchmarks.gpu.measure import measure_host, time_steps
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.planner.problem import pose
@@ -57,6 +57,10 @@ def run_overhead(options: dict[str, Any], report: Report) -> None:
                     if room.journal().steps[-1].mode in (Mode.PLANNED, Mode.PLAIN):
                         break
                 found = _compare(plain.step, step, device)
+                found["host"] = {
+                    "plain": measure_host(plain.step, device, STEPS),
+                    "ours": measure_host(step, device, STEPS),
+                }
                 last = room.journal().steps[-1]
                 found |= {"mode": str(last.mode), "offloaded_bytes": last.offloaded_bytes, "note": last.note}
                 report({f"{name}, {label}": found})

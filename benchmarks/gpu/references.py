@@ -10,7 +10,7 @@ import torch
 
 import elbowroom
 from benchmarks.gpu.baselines import checkpoint_blocks, offload_activations, offload_optimizer, save_on_host
-from benchmarks.gpu.measure import measure_peaks, median, release_all, time_steps
+from benchmarks.gpu.measure import measure_host, measure_peaks, median, release_all, time_steps
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.planner.problem import pose
 from elbowroom.workloads import Workload
@@ -28,7 +28,8 @@ def measure(name: str, workload: Workload, step: Callable[[], object], device: t
     peaks = measure_peaks(step, workload, device)
     seconds = time_steps(step, device, count)
     print(f"  {name}: {median(seconds):.4f} s a step, peak {peaks['allocated'] / 2**20:.0f} MiB", flush=True)
-    return {"peak_bytes": peaks, "seconds": median(seconds), "all_seconds": seconds}
+    host = measure_host(step, device, count)
+    return {"peak_bytes": peaks, "seconds": median(seconds), "all_seconds": seconds, "host": host}
 
 
 def run_plain(make: Make, options: Options, report: Report) -> None:

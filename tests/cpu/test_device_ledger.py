@@ -16,6 +16,7 @@ import elbowroom
 from elbowroom.bytes_beside import IDLE_STEPS, SHORT_STEPS
 from elbowroom.cost.price import price
 from elbowroom.errors import DeviceFull, Infeasible
+from elbowroom.hooks.cuda_ledger import FRAGMENTED_BYTES, POOL_PAGE_BYTES
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
@@ -76,6 +77,31 @@ def test_a_limit_stays_lifted_until_it_is_restored(profile: HardwareProfile, mon
         assert scope.limit_bytes == WHOLE_BYTES
         ledger.restore_limit()
         assert scope.limit_bytes == 1 << 21
+
+
+def test_steps_that_follow_a_plan_keep_the_limit_that_was_raised(
+    profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each of them is refused anew, for which PyTorch's allocator waits and gives memory back."""
+    model = torch.nn.Linear(2, 2)
+    ledgers = use_device_ledger(monkeypatch)
+    optimizer = torch.optim.SGD(model.parameters())
+    with elbowroom.fit(model, optimizer, NO_LIMIT_BYTES, profile=profile, mode="dynamic") as room, room.step():
+        (ledger,) = ledgers
+        scope, budget_bytes = ledger.memory.scope, 1 << 30
+        idle_bytes = 2 * FRAGMENTED_BYTES
+        monkeypatch.setattr(ledger, "count_bytes", lambda: (budget_bytes, 0, budget_bytes + idle_bytes, 0))
+        ledger.set_limit(budget_bytes)
+        assert ledger.raise_limit()  # the program's ops are not those of a plan
+        ledger.set_limit(budget_bytes, follows_plan=True)
+        assert scope.limit_bytes == budget_bytes + FRAGMENTED_BYTES
+        assert ledger.raise_limit() and not ledger.raise_limit()
+        raised_bytes = scope.limit_bytes
+        assert raised_bytes == budget_bytes + idle_bytes + POOL_PAGE_BYTES
+        ledger.set_limit(budget_bytes)
+        assert scope.limit_bytes == budget_bytes
+        ledger.set_limit(budget_bytes, follows_plan=True)
+        assert scope.limit_bytes == raised_bytes
 
 
 @pytest.mark.parametrize("may_leave", [True, False])

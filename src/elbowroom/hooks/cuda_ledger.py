@@ -45,6 +45,8 @@ class CudaLedger:
         self._make_room: MakeRoom | None = None
         self._limit_bytes = NO_LIMIT
         self._beyond_bytes = 0  # may be reserved beyond the limit
+        self._fragmented_bytes = FRAGMENTED_BYTES  # the same in steps that follow a plan, at least
+        self._follows_plan = False
         self._is_lifted = False
         self.moved_bytes = 0
         self.refusals: list[str] = []
@@ -89,7 +91,8 @@ class CudaLedger:
 
     def set_limit(self, nbytes: int, *, follows_plan: bool = False) -> None:
         self._limit_bytes = nbytes
-        self._beyond_bytes = max(FRAGMENTED_BYTES, int(FRAGMENTED * nbytes)) if follows_plan else 0
+        self._follows_plan = follows_plan
+        self._beyond_bytes = max(self._fragmented_bytes, int(FRAGMENTED * nbytes)) if follows_plan else 0
         self._limit_reserved()
 
     def raise_limit(self) -> bool:
@@ -98,6 +101,8 @@ class CudaLedger:
         if not self._may_limit or idle_bytes + POOL_PAGE_BYTES <= self._beyond_bytes:
             return False
         self._beyond_bytes = idle_bytes + POOL_PAGE_BYTES
+        if self._follows_plan:  # the next step takes as much, and a refusal waits for the device
+            self._fragmented_bytes = self._beyond_bytes
         self._limit_reserved()
         return True
 
@@ -144,6 +149,7 @@ class CudaLedger:
         self.moved_bytes += nbytes
 
     def trim(self) -> None:
+        self._fragmented_bytes = FRAGMENTED_BYTES
         torch.cuda.empty_cache()  # no other process can use what the caching allocator keeps
 
     def close(self) -> None:
