@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 
 from elbowroom.agreed_plans import AgreedPlans, CapturedStep
 from elbowroom.capture_schedule import IN_SLICES, NO_PLAN, CaptureSchedule, explain_no_plan
@@ -121,6 +122,13 @@ class CapturedSteps:
         cache.entries[0].note_measured(record)
         if self._sliced_ops.has_run:
             cache.entries[0].op_bytes = OpBytes.ESTIMATED
+
+    def note_miss(self, sizes: Sequence[int], record: StepRecord) -> None:
+        """Note that a step was of no known kind. `sizes`: of what it has saved."""
+        cache = self._cache
+        if cache.record_miss(sizes, record, self._schedule.capture_seconds):
+            is_unlike_any = sizes and all(sizes[0] != each.planned.candidate.first_bytes for each in cache.entries)
+            self._schedule.note_recurrence(record.step, sizes[0] if is_unlike_any else None)
 
     def learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:
         """Take note of a planned step whose ops were measured.

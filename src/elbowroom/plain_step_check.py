@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
+from elbowroom.hooks.input_guard import Inputs
 from elbowroom.hooks.ledger import Ledger
+from elbowroom.ir.unused_state import list_unused_state
 from elbowroom.job import Job
+from elbowroom.kinds_by_inputs import KindsByInputs
 from elbowroom.metering import Metering
 from elbowroom.plan_cache import PlanCache
-from elbowroom.plan_cache_entry import PlanCacheEntry
+from elbowroom.plan_cache_entry import PlanCacheEntry, Source
 from elbowroom.running_step import may_attach_later
 from elbowroom.runtime.state_pager import StatePager
 from elbowroom.runtime.update_groups import count_temporaries
@@ -35,6 +41,7 @@ class PlainStepCheck:
         self._ledger = ledger
         self._metering = metering
         self._pager = pager
+        self._kinds = KindsByInputs()
         self._watched: set[tuple[int, ...]] = set()  # parameters that were trained in watched steps, by their ids
 
     def note_watched(self) -> None:
@@ -53,6 +60,31 @@ class PlainStepCheck:
             return False
         is_steady = entry.is_peak_known and self._cache.has_recurred and not self._cache.varies
         return (is_steady and self._has_room(entry.expect_growth())) or self.has_ample_room(entry)
+
+    def list_told(self) -> Sequence[PlanCacheEntry]:
+        """Return all known kinds of step if the inputs of the model will tell which of them the next one is.
+
+        All of them fit. None are returned if a plan counts on unused state to be away.
+        """
+        entries, cache = tuple(self._cache.entries), self._cache
+        if self._job.config.always_watch or cache.knows_few or len(entries) < 2 or not self._kinds.tell_all(entries):
+            return ()
+        live_bytes = self._ledger.live_bytes + self._pager.count_away()
+        budget_bytes = cache.lease.device_bytes
+        for each in entries:
+            if not (each.is_seen and each.is_peak_known) or each.is_short or each.source is Source.DOUBTED:
+                return ()
+            if each.planned.is_plain:
+                if not self._has_room(each.expect_growth()):
+                    return ()
+            elif list_unused_state(each.planned.trace) or each.planned.count_spare_bytes(budget_bytes, live_bytes) < 0:
+                return ()
+        # One that needs a plan gets its runner when the model is called.
+        return entries if entries[0].planned.is_plain or may_attach_later(self._ledger) else ()
+
+    def note_miss(self, calls: Counter[Inputs]) -> None:
+        """Note that a step with these calls of the model was of no known kind."""
+        self._kinds.note_miss(calls, self._cache.entries)
 
     def has_ample_room(self, entry: PlanCacheEntry) -> bool:
         """Return True if even a step that is much larger than the largest one so far fits, of whatever kind it is."""

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ from elbowroom.hooks.op_dispatch import dispatching_ops_to
 from elbowroom.hooks.worker_processes import end_in_workers
 from elbowroom.ir.lease import Lease
 from elbowroom.job import Job
+from elbowroom.kinds_by_inputs import find_told
 from elbowroom.plan_cache_entry import PlanCacheEntry
 from elbowroom.runtime.ending_step import ending_step
 from elbowroom.runtime.memory_guard import explain_growth
@@ -52,7 +53,8 @@ class RunningStep:
 
     A plain step runs without a runner, since everything is expected to fit. It gets one when the model is called with
     other shapes or more often than in earlier steps, or when the step allocates more than they did. With ample room it
-    gets one only when it has taken half of that room.
+    gets one only when it has taken half of that room. If the shapes are those of another kind, the step goes on as one
+    of that kind.
 
     Args:
         job: its model's calls are observed.
@@ -61,14 +63,15 @@ class RunningStep:
         meter: measures this step.
         runner: manages the step; None for a plain one.
         capture: traces the step; None if it is not captured.
-        expected: expected kind of a plain step; None for others.
-        make_runner: makes a runner for a plain step that grows.
+        expected: expected kind of a plain step; None for others. It may need a plan if the inputs tell the kind.
+        told: kinds that a plain step may turn out to be by the shapes of its inputs.
+        make_runner: makes a runner for a plain step that grows (None), or that is of a kind that needs a plan.
         has_ample_room: whether larger steps of any kind fit, too.
         number: of the step, for messages.
         complete_error: completion of the step's errors, see `Infeasible`.
 
     Attributes:
-        expected: as given.
+        expected: as given, or the kind that the inputs have told since.
         runner: as given, or made during the step.
         calls: shapes that the model was called with, and their counts, as far as calls are observed.
         is_usual: whether the model was called as in earlier steps of the expected kind, as far as calls are observed.
@@ -86,7 +89,8 @@ class RunningStep:
         runner: StepRunner | None,
         capture: LiveCapture | None,
         expected: PlanCacheEntry | None,
-        make_runner: Callable[[], StepRunner],
+        told: Sequence[PlanCacheEntry],
+        make_runner: Callable[[PlanCacheEntry | None], StepRunner],
         has_ample_room: bool,
         number: int,
         complete_error: Callable[[Infeasible], None],
@@ -97,6 +101,7 @@ class RunningStep:
         self._meter = meter
         self._capture = capture
         self.expected = expected
+        self._told = told
         self._make_runner = make_runner
         self._has_ample_room = has_ample_room
         self._number = number
@@ -105,6 +110,7 @@ class RunningStep:
         self._attached = contextlib.ExitStack()
         self._is_running = False
         self._limit_bytes = lease.device_bytes
+        self._begun_bytes = 0
         self.runner = runner
         self.calls: Counter[Inputs] = Counter()
         self.is_usual = True
@@ -118,6 +124,7 @@ class RunningStep:
         with serving(self._job.device), self._attached as stack:
             stack.enter_context(self._ledger.counting(self._lease.device_bytes, self._make_room))
             self._ledger.refusals.clear()
+            self._begun_bytes = self._ledger.live_bytes
             self._meter.start()
             stack.callback(self._meter.stop)
             self._limit_growth()
@@ -162,7 +169,7 @@ class RunningStep:
         """Have the ledger call `_make_room` before a plain step holds much more than earlier ones."""
         if self.expected is None or not may_attach_later(self._ledger):
             return
-        live_bytes = self._ledger.live_bytes
+        live_bytes = self._begun_bytes
         growth_bytes = int((1 + GROWTH) * self.expected.expect_growth()) + (1 << 20)
         if self._has_ample_room:
             growth_bytes = max(growth_bytes, (self._lease.device_bytes - live_bytes) // 2)
@@ -185,8 +192,17 @@ class RunningStep:
 
     def _see_inputs(self, inputs: Inputs) -> None:
         self.calls[inputs] += 1
-        if self.expected is not None and not self.expected.is_usual(inputs, self.calls[inputs]):
+        expected = self.expected
+        if expected is None or (expected.planned.is_plain and expected.is_usual(inputs, self.calls[inputs])):
+            return
+        told = find_told(self.calls, self._told)
+        if told is None or self.runner is not None:
             self._note_change()
+        elif told.planned.is_plain:
+            self.expected = told
+            self._limit_growth()
+        elif inputs.has_gradients:
+            self._watch_from_here(told)
 
     def _note_change(self) -> None:
         """Note that a plain step differs from those before it: its model's inputs do, or code is compiled."""
@@ -194,11 +210,11 @@ class RunningStep:
         if not self._has_ample_room:
             self._watch_from_here()
 
-    def _watch_from_here(self) -> None:
-        """Attach a runner to a plain step, from the next op on."""
+    def _watch_from_here(self, told: PlanCacheEntry | None = None) -> None:
+        """Attach a runner to a plain step, from the next op on. `told`: the kind that it is of, if it is known."""
         if self.expected is None or self.runner is not None or not self._is_running:
             return
-        runner = self._make_runner()
+        runner = self._make_runner(told)
         try:
             self._place.enter(runner.state.watcher, self._attached)
         except CannotEnter as error:
@@ -206,9 +222,9 @@ class RunningStep:
                 logger.warning("step %d may take more than those before it, unwatched: %s", self._number, error)
             self.unwatched = f"may have taken more than those before it, unwatched: {error}"
             return
+        self.runner = runner  # which makes room from now on, for state that its plan brings back, too
         runner.begin()
         self._finish_at_end(runner)
-        self.runner = runner
 
     def _finish_at_end(self, runner: StepRunner) -> None:
         self._attached.enter_context(ending_step(runner.finish))

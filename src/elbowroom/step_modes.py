@@ -162,22 +162,34 @@ class StepModes:
         knows_trained = self._plain_check.knows_trained()
         has_state = knows_trained and self._first_updates.are_over()
         awaits_state = not has_state and self._pager.is_needed(self._cache.lease.device_bytes)
-        if entry.planned.is_plain and knows_trained and not awaits_state and self._plain_check.fits(entry):
-            return self._run_plain(entry)
+        if knows_trained and not awaits_state:
+            told = self._plain_check.list_told() if agreed is None else ()
+            if entry.planned.is_plain and self._plain_check.fits(entry):
+                return self._run_plain(entry, told)
+            if told:
+                return self._run_plain(entry, told)
         if self._cache.knows_few and not (awaits_state or entry.is_agreed):
             return self._run_dynamic(NEW_KINDS)
         return self._run_planned(entry, awaits_state=awaits_state)
 
     # -- modes ----------------------------------------------------------------------------------------------------
 
-    def _run_plain(self, entry: PlanCacheEntry) -> Iterator[None]:
-        self._begin_paging(may_move=False, has_groups=self._plain_check.needs_groups(entry))
+    def _run_plain(self, entry: PlanCacheEntry, told: Sequence[PlanCacheEntry]) -> Iterator[None]:
+        """Run a step without a runner. `told`: kinds that it may turn out to be by the shapes of its inputs."""
+        moves_state = any(each.planned.candidate.state_schedule is not None for each in told)
+        has_groups = any(map(self._plain_check.needs_groups, (entry, *told)))
+        self._begin_paging(may_move=moves_state, is_planned=moves_state, has_groups=has_groups)
         meter = self._metering.make()
-        entries = tuple(self._cache.entries)
-        step = yield from self._run(None, meter, None, entry)
+        step = yield from self._run(None, meter, None, entry, told)
         if step.runner is not None or step.unwatched:
-            self._settle(entries, step, meter)
+            record, followed = self._settle(step, meter)
+            if followed is not None and record.mode is Mode.PLANNED:
+                self._cache.calibrate_time(followed, record)
+                self._cache.improve(followed, record)
+                if step.is_usual:
+                    self._beside.note_followed(followed, record.peak_bytes or 0)
             return
+        entry = step.expected or entry
         record = self._metering.record(Mode.PLAIN, step.seconds, None, meter, "")
         if not step.is_usual:
             return
@@ -203,12 +215,11 @@ class StepModes:
         measuring = entry.is_measuring(self._job.config.settling_steps)
         meter = self._metering.make(is_detailed=measuring)
         capture = self._make_capture(meter) if measuring else None
-        entries = tuple(self._cache.entries)
         measures_bytes = entry.op_bytes is OpBytes.DOUBTED
         varies = (self._cache.varies or entry.is_short) and capture is None
-        runner = self._make_runner(Phase.MANAGED if varies else Phase.FOLLOWING_PLAN, entries, capture)
+        runner = self._make_runner(Phase.MANAGED if varies else Phase.FOLLOWING_PLAN, self._cache.entries, capture)
         step = yield from self._run(runner, meter, capture)
-        record, followed = self._settle(entries, step, meter)
+        record, followed = self._settle(step, meter)
         if record.mode is Mode.DYNAMIC:
             return
         if capture is not None and measures_bytes:
@@ -216,7 +227,8 @@ class StepModes:
         elif capture is not None:
             self.captured.learn(entry, capture, record, is_followed=followed is entry)
         elif followed is entry and record.needs:
-            self._cache.calibrate_time(entry, record)
+            if not self._cache.varies:  # else steps take longer than the plan alone does
+                self._cache.calibrate_time(entry, record)
             if not varies and not runner.state.left_for_room:
                 self._beside.note_followed(entry, record.peak_bytes or 0)
         if followed is not None and capture is None:
@@ -229,12 +241,11 @@ class StepModes:
         self._begin_paging(may_move=True, is_unknown=True)
         meter = self._metering.make(is_detailed=True)
         capture = self._make_capture(meter)
-        entries = tuple(self._cache.entries)
-        runner = self._make_runner(Phase.MANAGED, entries, capture)
+        runner = self._make_runner(Phase.MANAGED, self._cache.entries, capture)
         runner.state.captured_bytes = frozenset(self.schedule.awaited_bytes)
         step = yield from self._run(runner, meter, capture)
         if not runner.state.is_awaited:
-            self._settle(entries, step, meter)
+            self._settle(step, meter)
             return
         record = self._metering.record(Mode.CAPTURE, step.seconds, runner.state, meter, "")
         self.schedule.capture_seconds = record.seconds
@@ -258,7 +269,8 @@ class StepModes:
             if (entry := self._cache.find(saved.sizes)) is not None:
                 self._cache.record_hit(entry, step.calls)
             else:
-                note_miss(self._cache, self.schedule, saved.sizes, record)
+                self._plain_check.note_miss(step.calls)
+                self.captured.note_miss(saved.sizes, record)
 
     def _run_capture(self) -> Iterator[None]:
         self._begin_paging(may_move=True, is_unknown=True)
@@ -295,39 +307,40 @@ class StepModes:
         meter: Meter,
         capture: LiveCapture | None,
         expected: PlanCacheEntry | None = None,
+        told: Sequence[PlanCacheEntry] = (),
     ) -> Generator[None, None, RunningStep]:
-        def make_runner() -> StepRunner:
+        live_bytes = count_live(self._job, self._ledger, self._pager, None)
+
+        def make_runner(found: PlanCacheEntry | None) -> StepRunner:
             entries = self._cache.entries
+            if found is not None:
+                self._beside.watch(found, live_bytes)
+                entries = [found, *(each for each in entries if each is not found)]
+                return self._make_runner(Phase.FOLLOWING_PLAN, entries, begins_at_call=True)
             return self._make_runner(Phase.MANAGED if entries else Phase.UNPRESSURED, entries)
 
         self._running = step = RunningStep(
-            self._job,
-            self._ledger,
-            self._cache.lease,
-            meter,
-            runner=runner,
-            capture=capture,
-            expected=expected,
-            make_runner=make_runner,
+            self._job, self._ledger, self._cache.lease, meter, runner=runner, capture=capture, expected=expected,
+            told=told, make_runner=make_runner,
             has_ample_room=expected is not None and self._plain_check.has_ample_room(expected),
-            number=self._metering.steps,
-            complete_error=self._complete_error,
-        )
+            number=self._metering.steps, complete_error=self._complete_error,
+        )  # fmt: skip
         with step.running():
             yield
         if runner is not None:
             self._plain_check.note_watched()
         return step
 
-    def _settle(
-        self, entries: Sequence[PlanCacheEntry], step: RunningStep, meter: Meter
-    ) -> tuple[StepRecord, PlanCacheEntry | None]:
+    def _settle(self, step: RunningStep, meter: Meter) -> tuple[StepRecord, PlanCacheEntry | None]:
         """Record a step that was expected to be of a known kind. Return its record, and the entry that it matched."""
         state = None if step.runner is None else step.runner.state
         if state is not None and not state.saved_tensors.saves and not step.may_hide_saves:
             # An evaluation. It is of no kind that a plan would serve, nor a sign that steps change.
             return self._metering.record(Mode.DYNAMIC, step.seconds, state, meter, explain_no_needs()), None
-        followed = None if state is None or state.followed is None else entries[state.followed]
+        known = {id(each.planned.candidate): each for each in self._cache.entries}
+        candidates = [] if state is None else [known.get(id(each)) for each in state.candidates]
+        expected = candidates[0] if candidates else None
+        followed = None if state is None or state.followed is None else candidates[state.followed]
         mode = Mode.DRIFTED if followed is None else Mode.PLANNED
         why = "; ".join(filter(None, (step.unwatched, "" if state is None else state.drift)))
         activities = () if state is None else state.activity_log.finish(self._transfers)  # `record` forgets them
@@ -336,10 +349,9 @@ class StepModes:
             followed.activities = activities
             # A plain step that grew is unlike those that need no watching.
             self._cache.record_hit(followed, step.calls if step.expected is None or step.is_usual else Counter())
-        elif state is not None and self._beside.note_left(entries[0], state):
-            pass  # it is of that kind
-        else:
-            note_miss(self._cache, self.schedule, () if state is None else state.saved_tensors.sizes, record)
+        elif state is None or expected is None or not self._beside.note_left(expected, state):  # else of that kind
+            self._plain_check.note_miss(step.calls)
+            self.captured.note_miss(() if state is None else state.saved_tensors.sizes, record)
         return record, followed
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
@@ -347,7 +359,12 @@ class StepModes:
         return LiveCapture(job.name, job.device, job.model, job.optimizers, meter, is_first=self._metering.steps == 0)
 
     def _make_runner(
-        self, phase: Phase, entries: Sequence[PlanCacheEntry] = (), capture: LiveCapture | None = None
+        self,
+        phase: Phase,
+        entries: Sequence[PlanCacheEntry] = (),
+        capture: LiveCapture | None = None,
+        *,
+        begins_at_call: bool = False,
     ) -> StepRunner:
         job = self._job
         budget_bytes = self._cache.lease.device_bytes
@@ -376,11 +393,5 @@ class StepModes:
             spare_bytes=0 if expected is None else expected.planned.count_spare_bytes(budget_bytes, live_bytes),
             is_plan_proven=expected is None or expected.is_proven,
             observer=None if capture is None else capture.tracer,
+            begins_at_call=begins_at_call,
         )
-
-
-def note_miss(cache: PlanCache, schedule: CaptureSchedule, sizes: Sequence[int], record: StepRecord) -> None:
-    """Note that a step was of no known kind. `sizes`: of what it has saved."""
-    if cache.record_miss(sizes, record, schedule.capture_seconds):
-        is_unlike_any = sizes and all(sizes[0] != each.planned.candidate.first_bytes for each in cache.entries)
-        schedule.note_recurrence(record.step, sizes[0] if is_unlike_any else None)

@@ -326,7 +326,7 @@ def test_small_tensors_make_no_kinds(profile: HardwareProfile) -> None:
     budget = int(0.8 * find_plain_peak(make_boxes, 64, profile))
     room, records = compare(make_boxes, kinds * 8, budget, profile, min_offload_bytes=16 << 10)
     assert len(room._cache.entries) == len(kinds)
-    assert {record.mode for record in records[-len(kinds) :]} == {Mode.PLANNED}
+    assert {record.mode for record in records[-len(kinds) :]} <= {Mode.PLANNED, Mode.PLAIN}
 
 
 def expect_seconds(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:

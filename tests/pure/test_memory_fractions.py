@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from elbowroom.hooks.memory_fractions import MemoryFractions
 def in_force(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """All fractions that were in force, the last one now."""
     found = [0.9]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=100))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: found[-1])
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: found.append(share))
     return found
@@ -19,12 +22,12 @@ def in_force(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_the_lowest_limit_holds_until_its_step_ends(in_force: list[float]) -> None:
     fractions = MemoryFractions("cuda:0")
-    for step, share in (("one", 0.5), ("other", 0.3)):
+    for step, nbytes in (("one", 50), ("other", 30)):
         assert fractions.enter(step)
-        fractions.limit(step, share, is_lifted=False)
+        fractions.limit(step, nbytes, is_lifted=False)
     fractions.leave("one")
     assert in_force == [0.9, 0.5, 0.3]
-    fractions.limit("one", 0.1, is_lifted=False)  # it has ended
+    fractions.limit("one", 10, is_lifted=False)  # it has ended
     fractions.leave("other")
     assert in_force == [0.9, 0.5, 0.3, 0.9]
 
@@ -33,8 +36,8 @@ def test_a_lifted_limit_lifts_those_of_other_steps(in_force: list[float]) -> Non
     fractions = MemoryFractions("cuda:0")
     for step in ("one", "other"):
         fractions.enter(step)
-        fractions.limit(step, 0.5, is_lifted=False)
-    fractions.limit("one", 0.5, is_lifted=True)
+        fractions.limit(step, 50, is_lifted=False)
+    fractions.limit("one", 50, is_lifted=True)
     fractions.leave("one")
     assert in_force == [0.9, 0.5, 0.9, 0.5]
 

@@ -210,6 +210,12 @@ class Memory:
         """Check invariants; return 0, or the C source line of the check that failed."""
         return int(self._library.memory_check(self._memory))
 
+    def find_counters(self) -> tuple[int, int, int, int]:
+        """Return the addresses of the functions that count and reset peaks, and of the allocator; and how many counts
+        there are."""
+        functions = self.find_function("memory_count"), self.find_function("memory_reset_peaks")
+        return *functions, int(self._memory), len(Counts._fields_)
+
     def find_function(self, name: str) -> int:
         """Return the address of a C function."""
         return int(ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0)

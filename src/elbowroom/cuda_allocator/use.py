@@ -214,17 +214,7 @@ def find_runtime() -> str:
 def _answer_statistics(memory: Memory) -> None:
     """Make `torch.cuda.memory_stats`, and functions built on it, work: PyTorch raises for pluggable allocators."""
     bindings: Any = torch._C
-
-    def count_bytes() -> tuple[int, int, int, int]:
-        counts = memory.count(torch.cuda.current_device())
-        return (
-            counts.allocated_bytes, counts.allocated_peak_bytes, counts.reserved_bytes, counts.reserved_peak_bytes
-        )  # fmt: skip
-
-    def reset_peaks() -> None:
-        memory.reset_peaks(torch.cuda.current_device())
-
-    library.load().replace_device_counts(count_bytes, reset_peaks)
+    library.load().replace_device_counts(*memory.find_counters())
     bindings._cuda_memoryStats = lambda device: nest_statistics(memory.count(device))
     bindings._cuda_resetPeakMemoryStats = memory.reset_peaks
     bindings._cuda_resetAccumulatedMemoryStats = lambda device: None  # accumulated statistics are not counted

@@ -23,6 +23,7 @@ class MemoryFractions:
         self._lock = threading.RLock()  # the garbage collector may end the step of another room meanwhile
         self._limits: dict[object, float] = {}
         self._lifted: set[object] = set()
+        self._total_bytes = 1
         self._own: float | None = None  # the program's
         self._in_force: float | None = None
 
@@ -34,15 +35,16 @@ class MemoryFractions:
                     self._own = self._in_force = torch.cuda.get_per_process_memory_fraction(self._device)
                 except RuntimeError:  # a pluggable allocator
                     return False
+                self._total_bytes = torch.cuda.get_device_properties(self._device).total_memory
             assert self._own is not None
             self._limits[owner] = self._own
             return True
 
-    def limit(self, owner: object, fraction: float, *, is_lifted: bool) -> None:
-        """Set the limit of a step. While one is lifted, none but the program's is in force."""
+    def limit(self, owner: object, nbytes: int, *, is_lifted: bool) -> None:
+        """Set the limit of a step, in bytes. While one is lifted, none but the program's is in force."""
         with self._lock:
             if owner in self._limits:
-                self._limits[owner] = fraction
+                self._limits[owner] = nbytes / self._total_bytes
                 (self._lifted.add if is_lifted else self._lifted.discard)(owner)
                 self._enforce()
 

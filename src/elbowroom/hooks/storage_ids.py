@@ -97,6 +97,12 @@ def get_any_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Tell whether a tensor is on a device, or on any of its type if the device has no index."""
+    found = tensor.device
+    return found == device or (found.type == device.type and (device.index is None or device.type == "cpu"))
+
+
 def get_plain_storage(tensor: torch.Tensor, *, fake: bool = False) -> torch.UntypedStorage | None:
     """Return the storage of a plain strided tensor; None for sparse, quantised, nested, wrapped and symbolic ones.
 

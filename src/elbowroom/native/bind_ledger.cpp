@@ -64,7 +64,7 @@ bool adopt_inputs(Scope& scope, const py::list& tensors) {
   for (const py::handle each : tensors) {
     if (!THPVariable_Check(each.ptr())) throw py::type_error("a tensor is expected");
     const at::Tensor& tensor = THPVariable_Unpack(each.ptr());
-    if (is_plain(tensor, c10::DeviceType::CPU)) is_new |= Ledger::get().adopt(tensor.storage(), scope, true);
+    if (is_plain(tensor, c10::kCPU)) is_new |= Ledger::get().adopt(tensor.storage(), scope, true);
   }
   return is_new;
 }

@@ -38,19 +38,32 @@ StorageRecordPtr find_record(StorageTable& table, const c10::Storage& storage) {
 }
 
 // Skips tensors on other devices or without a storage.
-void mark_staying(StorageTable& table, const py::list& tensors, const std::string& device_type) {
-  const c10::DeviceType type = c10::Device(device_type).type();
+void mark_staying(StorageTable& table, const py::list& tensors, const std::string& device) {
+  const c10::Device wanted(device);
   for (const py::handle each : tensors) {
     if (!THPVariable_Check(each.ptr())) throw py::type_error("a tensor is expected");
     const at::Tensor& tensor = THPVariable_Unpack(each.ptr());
-    if (tensor.device().type() != type || find_storage(tensor) == nullptr) continue;
+    if (!is_on(tensor, wanted) || find_storage(tensor) == nullptr) continue;
     const std::lock_guard<std::mutex> guard(table.mutex);
     table.see(tensor.storage())->is_staying = true;
   }
 }
 
+// Counts by functions of an allocator in C. The first counts are those of `DeviceBytes`.
+void count_by_functions(uintptr_t count, uintptr_t reset_peaks, uintptr_t memory, size_t fields) {
+  using Count = void (*)(void*, int, int64_t*);
+  using Reset = void (*)(void*, int);
+  replace_device_counts(
+      [=](c10::Device device) {
+        std::vector<int64_t> counts(fields);
+        reinterpret_cast<Count>(count)(reinterpret_cast<void*>(memory), device.index(), counts.data());
+        return DeviceBytes{counts.at(0), counts.at(1), counts.at(2), counts.at(3)};
+      },
+      [=](c10::Device device) { reinterpret_cast<Reset>(reset_peaks)(reinterpret_cast<void*>(memory), device.index()); });
+}
+
 std::shared_ptr<OpWatch> make_watch(
-    const std::string& device_type, std::shared_ptr<StorageTable> table, const py::object& host) {
+    const std::string& device, std::shared_ptr<StorageTable> table, const py::object& host) {
   const auto tell = [&](const char* name) {
     return [method = Method(host, name)](const at::Tensor& tensor) {
       method.call([&](const py::object& tell) { tell(wrap(tensor)); });
@@ -90,7 +103,7 @@ std::shared_ptr<OpWatch> make_watch(
       limit.call([&](const py::object& found) { found.attr("keep_budget")(op); });
     };
   }
-  return std::make_shared<OpWatch>(c10::Device(device_type).type(), std::move(table), std::move(callbacks));
+  return std::make_shared<OpWatch>(c10::Device(device), std::move(table), std::move(callbacks));
 }
 
 OpKind unpack_kind(const py::dict& known) {
@@ -190,7 +203,7 @@ void bind_records(py::module_& module) {
             table.see(unpack(storage))->is_staying = true;
           },
           py::arg("storage"), "Mark a storage as if it outlived the step.")
-      .def("mark_staying", &mark_staying, py::arg("tensors"), py::arg("device_type"), "Mark the storages of tensors that outlive the step.")
+      .def("mark_staying", &mark_staying, py::arg("tensors"), py::arg("device"), "Mark the storages of tensors that outlive the step.")
       .def("find_recording",
           [](StorageTable& table, const StorageRecordPtr& target) {
             const std::lock_guard<std::mutex> guard(table.mutex);
@@ -269,8 +282,9 @@ void call_soon(const py::object& function) {
 
 void bind_watch(py::module_& module) {
   py::class_<OpWatch, std::shared_ptr<OpWatch>>(module, "OpWatch", "Watches the ops of one step.")
-      .def(py::init(&make_watch), py::arg("device_type"), py::arg("table"), py::arg("host"))
+      .def(py::init(&make_watch), py::arg("device"), py::arg("table"), py::arg("host"))
       .def("record", &OpWatch::record, py::arg("resting_bytes"), py::arg("least_bytes"))
+      .def("skip", &OpWatch::skip, py::arg("ops"), "Count ops that have run before the watch began.")
       .def("follow", &OpWatch::follow, py::arg("names"), py::arg("ticks"), py::arg("sources"),
           py::arg("required"))
       .def("set_state_moves", &OpWatch::set_state_moves, py::arg("before"), py::arg("after"))
@@ -319,13 +333,13 @@ void bind_watch(py::module_& module) {
         if (count.is_none()) return replace_device_counts(nullptr, nullptr);
         PyObject* const counts = py::object(count).release().ptr();  // never freed: a thread may be calling it
         PyObject* const resets = py::object(reset_peaks).release().ptr();
-        const auto count_bytes = [counts] {
+        const auto count_bytes = [counts](c10::Device) {
           const PythonCall call;
           const py::object found = call.make([&] { return py::handle(counts)(); });
           const auto [live, peak, reserved, reserved_peak] = found.cast<std::array<int64_t, 4>>();
           return DeviceBytes{live, peak, reserved, reserved_peak};
         };
-        const auto reset = [resets] {
+        const auto reset = [resets](c10::Device) {
           const PythonCall call;
           call.make([&] { return py::handle(resets)(); });
         };
@@ -336,13 +350,15 @@ void bind_watch(py::module_& module) {
       "replace_device_counts",
       [](Scope& scope) {  // which is never freed
         replace_device_counts(
-            [&scope] {
+            [&scope](c10::Device) {
               const int64_t live = scope.live_bytes(), peak = scope.peak_bytes();
               return DeviceBytes{live, peak, live, peak};
             },
-            [&scope] { scope.reset_peak(); });
+            [&scope](c10::Device) { scope.reset_peak(); });
       },
       py::arg("scope"), "Count the bytes of a scope instead of the device's allocator, as if it reserved no more.");
+  module.def("replace_device_counts", &count_by_functions, py::arg("count"), py::arg("reset_peaks"), py::arg("memory"), py::arg("fields"),
+      "Count by C functions at these addresses, which take an allocator, a device, and an array of so many counts. Neither needs the GIL.");
   const auto find_kept = [](const std::string& device, PeakReader reader) {
     const DevicePeaks found = find_kept_peaks(c10::Device(device), reader);
     return std::array{found.allocated, found.reserved};

@@ -51,8 +51,8 @@ struct Equal {
 
 constexpr size_t MOST_KNOWN = 1 << 16;
 
-std::function<DeviceBytes()> count_replacement;  // NOLINT: set before the first step
-std::function<void()> reset_replacement;  // NOLINT: likewise
+std::function<DeviceBytes(c10::Device)> count_replacement;  // NOLINT: set before the first step
+std::function<void(c10::Device)> reset_replacement;  // NOLINT: likewise
 std::mutex peaks_mutex;
 std::map<std::pair<c10::DeviceIndex, PeakReader>, DevicePeaks> kept_peaks;  // NOLINT
 std::mutex growth_mutex;
@@ -70,16 +70,17 @@ c10::Device complete(c10::Device device) {
 }  // namespace
 
 DeviceBytes count_device_bytes(c10::Device device) {
-  if (count_replacement) return count_replacement();
-  using c10::CachingAllocator::StatType;
   device = complete(device);
+  if (count_replacement) return count_replacement(device);
+  using c10::CachingAllocator::StatType;
   const auto counts = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
   constexpr auto ALL = static_cast<size_t>(StatType::AGGREGATE);
   const auto &allocated = counts.allocated_bytes[ALL], &reserved = counts.reserved_bytes[ALL];
   return {allocated.current, allocated.peak, reserved.current, reserved.peak};
 }
 
-void replace_device_counts(std::function<DeviceBytes()> count, std::function<void()> reset_peaks) {
+void replace_device_counts(
+    std::function<DeviceBytes(c10::Device)> count, std::function<void(c10::Device)> reset_peaks) {
   count_replacement = std::move(count);
   reset_replacement = std::move(reset_peaks);
 }
@@ -94,7 +95,7 @@ void reset_device_peaks(c10::Device device) {
       kept = {std::max(kept.allocated, counts.peak), std::max(kept.reserved, counts.reserved_peak)};
     }
   }
-  if (reset_replacement) return reset_replacement();
+  if (reset_replacement) return reset_replacement(device);
   c10::getDeviceAllocator(device.type())->resetPeakStats(device.index());
 }
 

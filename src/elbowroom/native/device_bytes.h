@@ -21,7 +21,8 @@ struct DeviceBytes {
 DeviceBytes count_device_bytes(c10::Device device);
 
 // Sets functions that count, and reset the peaks, instead of the device's allocator.
-void replace_device_counts(std::function<DeviceBytes()> count, std::function<void()> reset_peaks);
+void replace_device_counts(
+    std::function<DeviceBytes(c10::Device)> count, std::function<void(c10::Device)> reset_peaks);
 
 struct DevicePeaks {
   int64_t allocated = 0, reserved = 0;

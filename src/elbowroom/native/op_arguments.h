@@ -33,6 +33,12 @@ inline const c10::StorageImpl* find_storage(const at::Tensor& tensor) {
   return impl->has_storage() && !tensor._is_zerotensor() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
 
+// Whether a tensor is on a device, or on any of its type if the device has no index.
+inline bool is_on(const at::Tensor& tensor, c10::Device device) {
+  const c10::Device found = tensor.device();
+  return found.type() == device.type() && (!device.has_index() || device.is_cpu() || found.index() == device.index());
+}
+
 // Bytes of a tensor's elements; 0 of tensors without a layout in memory.
 inline int64_t count_tensor_bytes(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != c10::kStrided) return 0;

@@ -58,7 +58,7 @@ class OpWatch {
     RECORD,  // every op that may be replayed is recorded
   };
 
-  OpWatch(c10::DeviceType device, std::shared_ptr<StorageTable> table, Callbacks callbacks)
+  OpWatch(c10::Device device, std::shared_ptr<StorageTable> table, Callbacks callbacks)
       : side_streams(device, callbacks.note_stream),
         device_(device), table_(std::move(table)), scope_(table_->scope), callbacks_(std::move(callbacks)) {}
 
@@ -159,6 +159,8 @@ class OpWatch {
   RecordingPtr make_recording(const std::vector<int64_t>& ticks, StorageRecordPtr target);
 
   int64_t ops() const { return ops_; }
+  // Counts ops that have run before the watch began. Call it before `follow`.
+  void skip(int64_t ops) { ops_ = ops, position_ = static_cast<size_t>(ops); }
   int64_t recorded_ops() const { return recorded_ops_; }
   // Seconds of the step so far, without those spent in our own Python code.
   double busy_seconds(double now = read_clock_seconds()) const { return now - begin_seconds_ - lost_seconds_; }
@@ -214,7 +216,7 @@ class OpWatch {
   // Reports that an op is about to write to these, or has written.
   void tell(Write moment, at::TensorList written);
 
-  const c10::DeviceType device_;
+  const c10::Device device_;
   const std::shared_ptr<StorageTable> table_;
   Scope* const scope_;  // null without a ledger
   const Callbacks callbacks_;

@@ -18,7 +18,7 @@ namespace {
 // Limit on the ops of a recording, to bound the memory and the time of its replay.
 constexpr size_t MOST_OPS = 64;
 
-std::optional<Slot> describe_one(const at::Tensor& tensor, StorageTable& table, c10::DeviceType device) {
+std::optional<Slot> describe_one(const at::Tensor& tensor, StorageTable& table, c10::Device device) {
   if (!is_plain(tensor, device)) return std::nullopt;
   Slot slot;
   slot.record = table.see(tensor.storage());
@@ -105,15 +105,15 @@ std::set<const StorageRecord*> list_targets(const std::vector<RecordingPtr>& rec
 
 }  // namespace
 
-bool is_plain(const at::Tensor& tensor, c10::DeviceType device) {
+bool is_plain(const at::Tensor& tensor, c10::Device device) {
   if (!tensor.defined() || tensor.key_set().has(c10::DispatchKey::Python)) return false;
-  return tensor.device().type() == device && tensor.layout() == c10::kStrided && tensor.has_storage() &&
+  return is_on(tensor, device) && tensor.layout() == c10::kStrided && tensor.has_storage() &&
       !tensor.is_quantized() && !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
 }
 
 RecordedOpPtr describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, StorageTable& table,
-    c10::DeviceType device, const std::vector<Source>* kept) {
+    c10::Device device, const std::vector<Source>* kept) {
   auto made = c10::make_intrusive<RecordedOp>(op, kind);
   made->arguments.resize(count);
   made->lengths.resize(count);

@@ -49,7 +49,7 @@ struct Slot {
 };
 
 // Returns whether a tensor is plain: strided, on a device of this type, and its bytes alone are its value.
-bool is_plain(const at::Tensor& tensor, c10::DeviceType device);
+bool is_plain(const at::Tensor& tensor, c10::Device device);
 
 // One op that ran.
 class RecordedOp final : public c10::intrusive_ptr_target {
@@ -83,7 +83,7 @@ class RecordedOp final : public c10::intrusive_ptr_target {
 // that it reads, where a replay finds it; null where only records tell.
 RecordedOpPtr describe(
     const c10::OperatorHandle& op, const OpKind& kind, const c10::IValue* arguments, size_t count, StorageTable& table,
-    c10::DeviceType device, const std::vector<Source>* kept);
+    c10::Device device, const std::vector<Source>* kept);
 
 // The ops that recompute one storage.
 class Recording final : public c10::intrusive_ptr_target {

@@ -97,7 +97,7 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> SavedTensors::make_hooks(st
 }
 
 SavePtr SavedTensors::save(const at::Tensor& tensor) {
-  const bool is_here = is_plain(tensor, device_.type()) && !is_subclass(tensor);
+  const bool is_here = is_plain(tensor, device_) && !is_subclass(tensor);
   if (is_here && watch_->side_streams.is_on_new_one()) watch_->side_streams.note();
   auto made = std::make_shared<Save>();
   made->version = tensor._version();

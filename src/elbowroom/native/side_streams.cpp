@@ -14,17 +14,17 @@ std::function<c10::StreamId()>& replacement() {
   return found;
 }
 
-c10::Stream find_current(c10::DeviceType device) {
-  if (const auto& find = replacement()) return c10::Stream(c10::Stream::UNSAFE, c10::Device(device, 0), find());
-  return c10::impl::VirtualGuardImpl(device).getStream(c10::Device(device));
+c10::Stream find_current(c10::Device device) {
+  if (const auto& find = replacement()) return c10::Stream(c10::Stream::UNSAFE, c10::Device(device.type(), 0), find());
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
 }  // namespace
 
 void replace_current_stream(std::function<c10::StreamId()> find) { replacement() = std::move(find); }
 
-SideStreams::SideStreams(c10::DeviceType device, Note note) : device_(device), note_(std::move(note)) {
-  if (note_ != nullptr && (device != c10::DeviceType::CPU || replacement() != nullptr)) first_ = find_current(device);
+SideStreams::SideStreams(c10::Device device, Note note) : device_(device), note_(std::move(note)) {
+  if (note_ != nullptr && (!device.is_cpu() || replacement() != nullptr)) first_ = find_current(device);
 }
 
 bool SideStreams::is_on_new_one() const {

@@ -21,7 +21,7 @@ class SideStreams {
 
   // Begins on the current stream. `note`: called with it and with the first other one, then with each further one; null
   // if nothing moves on streams.
-  SideStreams(c10::DeviceType device, Note note);
+  SideStreams(c10::Device device, Note note);
 
   // Returns whether the current stream is another one that was not noted yet.
   bool is_on_new_one() const;
@@ -29,7 +29,7 @@ class SideStreams {
   void note();
 
  private:
-  const c10::DeviceType device_;
+  const c10::Device device_;
   const Note note_;
   std::optional<c10::Stream> first_;
   mutable std::mutex mutex_;

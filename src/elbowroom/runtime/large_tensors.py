@@ -68,7 +68,7 @@ class LargeTensors:
         """
         self._begin()
         tensor = self._sections.make(like, device)
-        self._table.mark_staying([tensor], device.type)
+        self._table.mark_staying([tensor], str(device))
         return tensor
 
     def page_out(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -82,7 +82,7 @@ class LargeTensors:
                 continue
             saved = self._table.find(storage)
             if saved is None or saved.record.id < 0:
-                self._table.mark_staying([tensor], tensor.device.type)
+                self._table.mark_staying([tensor], str(tensor.device))
             self._begin()
             freed_bytes += self._sections.page_out(storage, None if saved is None else saved.copy)
         return freed_bytes > 0

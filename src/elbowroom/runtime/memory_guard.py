@@ -12,7 +12,7 @@ from torch import distributed
 from elbowroom.errors import Infeasible
 from elbowroom.hooks.compiled_regions import is_in_region
 from elbowroom.hooks.exposed_memory import is_shared
-from elbowroom.hooks.storage_ids import get_any_storage
+from elbowroom.hooks.storage_ids import get_any_storage, is_on
 from elbowroom.hooks.unsharded_weights import is_gathered
 from elbowroom.ir.actions import Action
 from elbowroom.ir.events import PressureRaised
@@ -194,7 +194,7 @@ class MemoryGuard:
     def refuse(self, missing_bytes: int, nbytes: int, what: str) -> Infeasible:
         """Note that an allocation is refused. Return the error: a lower bound, as what comes after is not known."""
         listed = self._list_residents() if may_look(self._thread) else []
-        residents = [each for each in listed if each.device.type == self._device.type]
+        residents = [each for each in listed if is_on(each, self._device)]
         storages = [storage for each in residents if (storage := get_any_storage(each)) is not None]
         here = [each for each in storages if self._pager is None or not self._pager.is_away(each)]
         blocks = {id(each): self._state.storages.round_up(each.nbytes()) for each in here}

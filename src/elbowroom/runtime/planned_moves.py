@@ -118,6 +118,7 @@ class PlannedMoves:
         return True
 
     def _release(self, storage: int) -> bool:
+        self._transfers.streams.meet()
         copy = self._storages.release(storage)
         if copy is not None:
             try:

@@ -62,6 +62,7 @@ class StepRunner:
         spare_bytes: of the budget that the plan leaves free, beside what the program holds.
         is_plan_proven: whether a step has followed the plan to its end, within the budget.
         observer: told of all saves, needs and releases.
+        begins_at_call: whether the model is called now, and the step has begun before, without the runner.
 
     Attributes:
         state: of the step.
@@ -77,6 +78,7 @@ class StepRunner:
         spare_bytes: int = 0,
         is_plan_proven: bool = True,
         observer: Observer | None = None,
+        begins_at_call: bool = False,
     ) -> None:
         self.state = make_state(phase, environment, candidates, self)
         self._machine = self.state.machine
@@ -109,8 +111,9 @@ class StepRunner:
         is_observed = observer is not None
         self._deferred = DeferredEvents(self.state, self._policy, self._executor, handles, is_observed=is_observed)
         self._state_moves = start_watching(
-            self.state, environment, self._moves, self._lock, observer, may_rest=history.may_rest and not candidates
-        )
+            self.state, environment, self._moves, self._lock, observer,
+            may_rest=history.may_rest and not candidates, begins_at_call=begins_at_call,
+        )  # fmt: skip
 
     def begin(self) -> None:
         """Have the ledger ask for room from now on."""

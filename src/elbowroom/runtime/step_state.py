@@ -96,7 +96,7 @@ def make_state(phase: Phase, environment: StepEnvironment, candidates: Sequence[
     native = load_native()
     storages = StepStorages(environment)
     segments = list(candidates[0].plan.segments) if phase is Phase.FOLLOWING_PLAN else []
-    watcher = native.OpWatch(environment.device.type, storages.table, host)
+    watcher = native.OpWatch(str(environment.device), storages.table, host)
     timetables = [each.timetable for each in candidates]
     return StepState(
         phase=phase,

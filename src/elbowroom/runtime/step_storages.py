@@ -44,7 +44,7 @@ class StepStorages:
         self.table = load_native().StorageTable(environment.ledger.scope)
         self.by_id: dict[int, SavedStorage] = {}
         self._list_residents = environment.list_residents
-        self._device_type = environment.device.type
+        self._device = str(environment.device)
         self._are_marked = False
         self.min_bytes = environment.min_bytes
         self.alignment_bytes = environment.profile.alignment_bytes
@@ -57,7 +57,7 @@ class StepStorages:
 
     def mark_persistent(self) -> None:
         """Mark the storages that outlive the step."""
-        self.table.mark_staying(self._list_residents(), self._device_type)
+        self.table.mark_staying(self._list_residents(), self._device)
         self._are_marked = True
 
     def may_move(self, storage: int) -> bool:

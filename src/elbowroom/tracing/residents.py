@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from elbowroom.hooks.module_paths import find_module_path
 from elbowroom.hooks.sharded import list_bucketed
-from elbowroom.hooks.storage_ids import PLAIN_TENSORS, get_gradient, get_plain_storage, unwrap
+from elbowroom.hooks.storage_ids import PLAIN_TENSORS, get_gradient, get_plain_storage, is_on, unwrap
 from elbowroom.ir.trace import Role
 
 
@@ -81,7 +81,7 @@ def list_attribute_tensors(model: torch.nn.Module, device: torch.device) -> list
         each
         for each in held
         if type(each) is torch.Tensor
-        and each.device.type == device.type
+        and is_on(each, device)
         and (storage := get_plain_storage(each)) is not None
         and storage.resizable()
     ]

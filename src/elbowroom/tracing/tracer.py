@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.hooks.meter import Meter
 from elbowroom.hooks.module_paths import UNKNOWN, Origin, find_module_path
-from elbowroom.hooks.storage_ids import Identities, get_plain_storage, list_parts
+from elbowroom.hooks.storage_ids import Identities, get_plain_storage, is_on, list_parts
 from elbowroom.hooks.unsharded_weights import is_gathered
 from elbowroom.ir.trace import Need, Op, Role, Save, Storage, Trace, View
 from elbowroom.ops.replayable import find_barrier, find_statistics, find_written, iterate_tensors, touches_tensors
@@ -72,7 +72,7 @@ class Tracer(TorchDispatchMode):
 
     Args:
         name: display name.
-        device: storages on other device types are not traced.
+        device: storages on other devices are not traced.
         model: its modules call the ops.
         residents: tensors that exist before the step: parameters, buffers, optimizer state.
         meter: measures each op.
@@ -113,7 +113,7 @@ class Tracer(TorchDispatchMode):
         self._needs: list[list[int]] = []  # tick, save, released
         self._open_needs: Identities[list[int]] = Identities(self._needs_released)
         for tensor, role, label, module in residents:
-            if tensor.device.type == device.type:
+            if is_on(tensor, device):
                 self._identify(tensor, role, -1, label, Origin(module, ""))
 
     # -- ops ------------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class Tracer(TorchDispatchMode):
         self, tensor: torch.Tensor, role: Role, created: int, label: str, origin: Origin = UNKNOWN
     ) -> _Seen | None:
         storage = self._get_storage(tensor)
-        if storage is None or tensor.device.type != self._device.type:
+        if storage is None or not is_on(tensor, self._device):
             return None
         seen = self.lookup(storage)
         if seen is None:
