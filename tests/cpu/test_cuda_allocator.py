@@ -16,6 +16,7 @@ from elbowroom.cuda_allocator.build import build_library
 from elbowroom.cuda_allocator.learning import OUTLIVES, UNKNOWN, RequestPlanner, make_plan, merge
 from elbowroom.cuda_allocator.library import EVENT, STEP_BEGINS, STEP_ENDS, Memory
 from elbowroom.errors import UsageError
+from elbowroom.native.library import load as load_native
 from tests.native import compile_shared, need_compiler
 
 MIB = 1 << 20
@@ -621,6 +622,25 @@ def test_where_events_fail_the_device_is_waited_for(cuda: Memory, runtime: ctype
     assert runtime.fake_settled() == before + 1 and runtime.fake_last_error() == 0
     assert cuda.take(512, stream=1) == block
     assert cuda.give(block)
+
+
+def test_the_extension_counts_the_bytes_of_each_device(cuda: Memory) -> None:
+    """By the functions in C: one in Python would wait for the GIL under the mutex of a step."""
+    native = load_native()
+    native.replace_device_counts(*cuda.find_counters())
+    try:
+        block = cuda.take(4 * MIB, 2)
+        assert native.count_device_bytes("cuda:2")[:2] == [4 * MIB, 4 * MIB]
+        assert native.count_device_bytes("cuda:1") == [0, 0, 0, 0]
+        cuda.give(block)
+        assert native.count_device_bytes("cuda:2")[:2] == [0, 4 * MIB]
+        native.reset_peaks("cuda:2")
+        assert native.count_device_bytes("cuda:2")[:2] == [0, 0]
+        assert native.find_step_peaks("cuda:2")[0] == 4 * MIB
+    finally:
+        native.begin_peaks("cuda:2")
+        native.replace_device_counts(None, None)
+        cuda.empty(2)
 
 
 def test_what_is_no_runtime_is_refused(library: pathlib.Path, tmp_path: pathlib.Path) -> None:

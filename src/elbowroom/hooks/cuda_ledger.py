@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from elbowroom.hooks.cuda_graphs import refuse_replays
 from elbowroom.hooks.kept_peaks import keep_peaks
 from elbowroom.hooks.ledger import NO_LIMIT, MakeRoom
 from elbowroom.hooks.memory_fractions import find_fractions
@@ -37,6 +38,7 @@ class CudaLedger:
 
     def __init__(self, device: torch.device) -> None:
         keep_peaks()
+        refuse_replays()
         self._native = library.load()
         self._name = str(device)
         self._fractions = find_fractions(self._name)
