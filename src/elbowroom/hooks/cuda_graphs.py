@@ -12,7 +12,7 @@ from elbowroom.errors import UsageError
 from elbowroom.native import library
 
 CHECKS_ADDRESSES = "torch._inductor.cudagraph_trees"
-"""Module of PyTorch that replays graphs of compiled code, and captures them again if parameters have other addresses."""
+"""Module of PyTorch that replays graphs of compiled code, and captures them anew if parameters have other addresses."""
 
 
 @functools.cache
