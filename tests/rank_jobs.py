@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import elbowroom
+from elbowroom import plan_cache
 from elbowroom.errors import Infeasible
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.room import Room
@@ -761,6 +762,31 @@ def change_budgets(rank: int, profile: HardwareProfile) -> dict[str, Any]:
         before = meter.read_peak()
         assert group.make_once("a plan", 0, lambda: "x" * PLAN_BYTES) == "x" * PLAN_BYTES
         found["bytes of a plan"] = meter.read_peak() - before
+    return found
+
+
+def change_budgets_apart(rank: int, profile: HardwareProfile) -> dict[str, Any]:
+    """A budget that changes after rank 1 has run a step of another kind, and once more after the group is destroyed."""
+    model, optimizer = _make(rank)
+    options: dict[str, Any] = {"min_offload_bytes": 1 << 10, "strategy": "offload_all", "rank_timeout_seconds": 20}
+    found: dict[str, Any] = {}
+    plan_cache.GAIN = 1e9  # a kind of step is planned once it recurs
+    with elbowroom.fit(model, optimizer, 4 << 20, profile=profile, **options) as room:
+        agreed, varied = room._modes.agreed, dataclasses.replace(CASES["transformer"], varies=True)
+        assert agreed is not None
+        for index in range(18):
+            optimizer.zero_grad()
+            with room.step():  # for rank 0, batches of both cases are as long
+                _step(rank, varied if 4 < index < 14 else CASES["transformer"], model, optimizer, 3 * index)
+            if index == 13:
+                found["last was agreed"] = room._cache.entries[0].is_agreed
+                before = agreed.digest
+                room.set_budget(7 << 19)
+                found["changed"] = before != agreed.digest
+        dist.barrier()
+        dist.destroy_process_group()
+        room.set_budget(6 << 19)
+        found["budget"], found["peaks"] = room.budget_bytes, [each.peak_bytes for each in room.journal().steps]
     return found
 
 

@@ -33,6 +33,11 @@ from elbowroom.ranks.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
+DESTROYED = (
+    "the process group that elbowroom.fit has used is destroyed, so this rank plans alone: call detach() before "
+    "destroy_process_group(), and fit again after init_process_group()"
+)
+
 
 class CapturedStep(NamedTuple):
     """A step that this rank has captured. `calls`: of the model during the step."""
@@ -107,6 +112,10 @@ class AgreedPlans:
             self.is_open = False
             logger.info("some ranks may have run out of batches (join), so each plans alone")
             return False
+        if self._ranks.group.is_destroyed:
+            self.is_open = False
+            logger.warning("%s", DESTROYED)
+            return False
         step = self.captured or self._find_expected()
         trace, costs = (None, None) if step is None else (step.trace, self._price(step))
         offer = self._make_offer(trace, costs, self._cache.lease.device_bytes, goes_without=goes_without)
@@ -124,14 +133,21 @@ class AgreedPlans:
         Raises:
             Infeasible: some rank cannot have the budget, or no plan fits. On all ranks; the old budget stays in force.
         """
+        if self._ranks.group.is_destroyed:
+            if error is not None:
+                raise error
+            logger.warning("%s", DESTROYED)
+            self._cache.set_budget(budget_bytes)
+            return
         self._meet_late()
-        errors = self._ranks.group.gather("room.set_budget", (budget_bytes, None if error is None else _pack(error)))
-        refused = next(((rank, each) for rank, (_, each) in enumerate(errors) if each is not None), None)
+        entry = next((each for each in self._cache.entries if each.is_agreed), None)  # not always that of the last step
+        own = budget_bytes, None if error is None else _pack(error), entry is not None
+        wishes = self._ranks.group.gather("room.set_budget", own)
+        refused = next(((rank, each) for rank, (_, each, _) in enumerate(wishes) if each is not None), None)
         if refused is not None:
             raise error or _unpack(refused[1], f"Rank {refused[0]} cannot have this budget.")
-        least_bytes = min(nbytes for nbytes, _ in errors)
-        entry = self._cache.current
-        if entry is None or not entry.is_agreed:
+        least_bytes = min(nbytes for nbytes, _, _ in wishes)
+        if entry is None or not all(has_agreed for _, _, has_agreed in wishes):
             self._cache.set_budget(least_bytes)
             return
         planned = entry.planned

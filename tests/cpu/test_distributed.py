@@ -151,6 +151,18 @@ def test_a_budget_changes_on_all_ranks(met: list[End]) -> None:
     assert "Rank 1 cannot have this budget." in one["refused"]
 
 
+def test_a_budget_changes_after_a_rank_has_run_another_kind_of_step(
+    tmp_path: pathlib.Path, profile: HardwareProfile
+) -> None:
+    """And on each rank alone once the program has destroyed the process group."""
+    for rank, end in enumerate(run_ranks(tmp_path, "change_budgets_apart", profile, seconds=100)):
+        assert end.code == 0, end.text
+        found = end.result
+        assert found["last was agreed"] is (rank == 0) and found["changed"], found
+        assert found["budget"] == 6 << 19 and "so this rank plans alone" in end.text
+        assert max(found["peaks"][:14]) <= 4 << 20 and max(found["peaks"][14:]) <= 7 << 19
+
+
 def test_a_rank_that_does_not_come_is_named(met: list[End]) -> None:
     says = "RankLost: rank 0 waited for the others at elbowroom.fit: rank 1 did not come to it within 2 s"
     assert met[0].result["in vain"].startswith(says)

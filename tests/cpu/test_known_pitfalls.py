@@ -1260,7 +1260,7 @@ def test_another_shape_for_good(runner: Runner) -> None:
 
     room = runner.compare(loop(loss=loss), steps=runner_steps, drifts=True)
     if runner.way in ("offload_all", "recompute_all", "smallest"):
-        assert room.journal().steps[-1].mode is Mode.PLANNED
+        assert room.journal().steps[-1].mode in (Mode.PLANNED, Mode.PLAIN)
 
 
 def test_backward_outside_of_the_step(runner: Runner) -> None:

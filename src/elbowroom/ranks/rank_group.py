@@ -78,6 +78,11 @@ class RankGroup:
                 use_local_synchronization=not is_world, group_desc="elbowroom",
             )  # fmt: skip
 
+    @property
+    def is_destroyed(self) -> bool:
+        """True if the program has destroyed the process groups since. The ranks cannot meet any more."""
+        return not dist.is_initialized() or self._group not in dist.distributed_c10d._world.pg_map
+
     def gather(self, what: str, value: Value) -> list[Value]:
         """Return the values of all ranks, in order. Every rank must call it.
 
