@@ -319,10 +319,15 @@ def list_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> tuple[Optimiz
 
 
 def _unwrap(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside another one, which keeps it in its attribute `optimizer`, as Accelerate's does."""
+    """Return the optimizer inside another one, which keeps it in its attribute `optimizer`, as Accelerate's does.
+
+    `PostLocalSGDOptimizer` takes no hooks, as it does not call `Optimizer.__init__`, and has it in `optim`.
+    """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
-    return optimizer
+    takes_hooks = hasattr(optimizer, "_optimizer_step_post_hooks")
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) and not takes_hooks else optimizer
 
 
 def _check_options(step: object, profile: object) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.optim import PostLocalSGDOptimizer
 
 import elbowroom
 from elbowroom.errors import Infeasible
@@ -156,6 +157,21 @@ def test_an_unchanged_loop_has_its_bits_and_its_budget(
     expected, found = list_tensors(plain), list_tensors(job)
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_an_optimizer_that_takes_no_hooks_is_replaced_by_the_one_in_it(profile: HardwareProfile) -> None:
+    class Averager:
+        def average_parameters(self, params: object) -> None:
+            pass
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), Averager())
+    with elbowroom.fit(model, optimizer, 1 << 40, profile=profile) as room:
+        for _ in range(3):
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(room.journal().steps) == 3
 
 
 def test_a_step_of_the_program_ends_the_search(profile: HardwareProfile) -> None:
