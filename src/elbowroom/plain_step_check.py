@@ -64,23 +64,28 @@ class PlainStepCheck:
     def list_told(self) -> Sequence[PlanCacheEntry]:
         """Return all known kinds of step if the inputs of the model will tell which of them the next one is.
 
-        All of them fit. None are returned if a plan counts on unused state to be away.
+        All of them fit. None are returned if a plan counts on unused state to be away, or on what is saved before the
+        first call of the model to leave.
         """
-        entries, cache = tuple(self._cache.entries), self._cache
-        if self._job.config.always_watch or cache.knows_few or len(entries) < 2 or not self._kinds.tell_all(entries):
+        entries = tuple(self._cache.entries)
+        if self._job.config.always_watch or self._cache.knows_few or len(entries) < 2:
             return ()
         live_bytes = self._ledger.live_bytes + self._pager.count_away()
-        budget_bytes = cache.lease.device_bytes
-        for each in entries:
-            if not (each.is_seen and each.is_peak_known) or each.is_short or each.source is Source.DOUBTED:
-                return ()
-            if each.planned.is_plain:
-                if not self._has_room(each.expect_growth()):
-                    return ()
-            elif list_unused_state(each.planned.trace) or each.planned.count_spare_bytes(budget_bytes, live_bytes) < 0:
-                return ()
+        if not self._kinds.tell_all(entries) or not all(self._may_be_told(each, live_bytes) for each in entries):
+            return ()
         # One that needs a plan gets its runner when the model is called.
         return entries if entries[0].planned.is_plain or may_attach_later(self._ledger) else ()
+
+    def _may_be_told(self, entry: PlanCacheEntry, live_bytes: int) -> bool:
+        """Tell whether a step of a kind can begin without a runner. `live_bytes`: before it, what is away included."""
+        if not (entry.is_seen and entry.is_peak_known) or entry.is_short or entry.source is Source.DOUBTED:
+            return False
+        planned = entry.planned
+        if planned.is_plain:
+            return self._has_room(entry.expect_growth())
+        if list_unused_state(planned.trace) or planned.candidate.saves_before_call:
+            return False
+        return planned.count_spare_bytes(self._cache.lease.device_bytes, live_bytes) >= 0
 
     def note_miss(self, calls: Counter[Inputs]) -> None:
         """Note that a step with these calls of the model was of no known kind."""

@@ -8,12 +8,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.step_runner import StepRunner
-from tests.cpu.test_plan_cache import compare, find_plain_peak, make_exits, make_lengths
+from tests.cpu.test_plan_cache import WIDTH, Made, compare, find_plain_peak, finish, make_exits, make_lengths
 
 LENGTHS = (24, 40, 64)
 LEARNING = [*(length for length in LENGTHS for _ in range(8)), *LENGTHS * 6]
@@ -63,6 +64,26 @@ def test_a_step_with_unknown_inputs_is_watched_from_its_call_on(
     _, records = compare(make_lengths, [*lengths, 40, 64, 24], budget, profile)
     assert [each.mode for each in records[-3:]] == [Mode.PLAIN, Mode.DRIFTED, Mode.PLAIN]
     assert begun[-1] == (Phase.MANAGED, False) and records[-2].offloaded_bytes + records[-2].recomputed > 0
+
+
+@pytest.mark.usefixtures("plans_at_once")
+def test_what_is_saved_before_the_call_can_leave(profile: HardwareProfile, begun: list[tuple[Phase, bool]]) -> None:
+    def make() -> Made:
+        model, optimizer, _ = make_lengths()
+        scale = torch.ones(WIDTH, requires_grad=True)
+
+        def step(index: int, length: int) -> torch.Tensor:
+            x = torch.randn(8, length, WIDTH, generator=torch.Generator().manual_seed(index))
+            for _ in range(8):
+                x = (x * scale).tanh()
+            return finish(model, optimizer, model(x).square().mean())
+
+        return model, optimizer, step
+
+    budget = int(0.5 * find_plain_peak(make, 64, profile))
+    _, records = compare(make, [*LEARNING, *ORDER], budget, profile)
+    assert not any(begins_at_call for _, begins_at_call in begun)
+    assert {each.mode for each in records[-len(ORDER) :]} == {Mode.PLANNED}
 
 
 @pytest.mark.usefixtures("plans_at_once")
