@@ -147,7 +147,7 @@ def cap_memory(device: Any, budget_bytes: int) -> int:
 
 
 def _measure_room(workload: Any, budget: int, profile: Any, device: Any, steps: int, found: dict[str, Any]) -> None:
-    from measure import count_outside, measure_host, measure_peaks, median, time_steps
+    from measure import count_outside, measure_calls, measure_host, measure_peaks, median, time_steps
 
     import elbowroom
     from elbowroom.ir.journal import Mode
@@ -172,6 +172,7 @@ def _measure_room(workload: Any, budget: int, profile: Any, device: Any, steps: 
         seconds = time_steps(step, device, steps)
         found |= {"seconds": median(seconds), "all_seconds": seconds, "host": measure_host(step, device, steps)}
         before = len(room.journal().steps)
+        found["calls"] = measure_calls(step, 2)
         found |= _watch_transfers(room, step, profile, device)
         last = room.journal().steps[-1]
         found |= {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import statistics
 import time
@@ -12,7 +14,12 @@ import torch
 
 from benchmarks.profiler_meter import ProfilerMeter
 from elbowroom.ir.trace import Trace
-from elbowroom.runtime.streams import number_stream
+from elbowroom.runtime.action_executor import ActionExecutor
+from elbowroom.runtime.device_limit import DeviceLimit
+from elbowroom.runtime.paged_storages import PagedStorages
+from elbowroom.runtime.step_runner import StepRunner
+from elbowroom.runtime.stream_transfers import StreamTransfers
+from elbowroom.runtime.streams import CudaStreams, number_stream
 from elbowroom.tracing.residents import list_residents
 from elbowroom.workloads import Workload
 
@@ -115,6 +122,44 @@ def release_all(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+HOST_CALLS: dict[Any, tuple[str, ...]] = {
+    StepRunner: ("save", "need", "move", "bring", "move_state", "make_room"),
+    DeviceLimit: ("make_room", "prepare_room", "keep_budget", "lift_limit", "restore_limit"),
+    ActionExecutor: ("_recompute", "_prepare_replay"),
+    StreamTransfers: ("offload", "reload", "finish", "discard"),
+    CudaStreams: ("record_compute", "copy_out", "copy_in", "compute_waits", "allocate"),
+    PagedStorages: ("begin_copy", "begin_reload", "release", "evict", "restore"),
+}
+"""Methods that a step calls for what it moves; some call others."""
+
+
+def measure_calls(step: Step, count: int) -> dict[str, dict[str, float]]:
+    """Calls a step of the methods in `HOST_CALLS`, and their seconds, those of the methods that they call included."""
+    found: dict[str, list[float]] = {}
+    with contextlib.ExitStack() as undoing:
+        for owner, names in HOST_CALLS.items():
+            for name in names:
+                method = getattr(owner, name)
+                times = found[f"{owner.__name__}.{name}"] = []
+                setattr(owner, name, _time_calls(method, times))
+                undoing.callback(setattr, owner, name, method)
+        for _ in range(count):
+            step()
+    return {name: {"calls": len(each) / count, "seconds": sum(each) / count} for name, each in found.items() if each}
+
+
+def _time_calls(method: Any, times: list[float]) -> Any:
+    @functools.wraps(method)
+    def timed(*args: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return method(*args, **options)
+        finally:
+            times.append(time.perf_counter() - begin)
+
+    return timed
 
 
 class TransferClock:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import elbowroom
-from benchmarks.gpu.measure import measure_host, time_steps
+from benchmarks.gpu.measure import measure_calls, measure_host, time_steps
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Mode
 from elbowroom.planner.problem import pose
@@ -61,6 +61,7 @@ def run_overhead(options: dict[str, Any], report: Report) -> None:
                     "plain": measure_host(plain.step, device, STEPS),
                     "ours": measure_host(step, device, STEPS),
                 }
+                found["calls"] = measure_calls(step, STEPS)
                 last = room.journal().steps[-1]
                 found |= {"mode": str(last.mode), "offloaded_bytes": last.offloaded_bytes, "note": last.note}
                 report({f"{name}, {label}": found})
