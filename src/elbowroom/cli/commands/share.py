@@ -79,10 +79,10 @@ def share_device(
 
 
 def _read_memory(memory: str, device: str) -> int:
-    import psutil
+    from elbowroom.hardware.host_memory import count_host_bytes
 
     try:
-        return parse_bytes(memory, device_bytes=psutil.virtual_memory().total if device == "cpu" else None)
+        return parse_bytes(memory, device_bytes=count_host_bytes() if device == "cpu" else None)
     except ValueError as error:
         raise UsageError(f"--memory: {error}") from error
 
