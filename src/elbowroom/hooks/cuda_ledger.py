@@ -39,7 +39,6 @@ class CudaLedger:
         keep_peaks()
         self._native = library.load()
         self._name = str(device)
-        self._total_bytes = torch.cuda.get_device_properties(device).total_memory
         self._fractions = find_fractions(self._name)
         self._may_limit = False  # in a step, if the allocator can limit what it reserves
         self._make_room: MakeRoom | None = None
@@ -116,7 +115,8 @@ class CudaLedger:
 
     def _limit_reserved(self) -> None:
         if self._may_limit:
-            share = (self._limit_bytes + self._beyond_bytes) / self._total_bytes
+            total_bytes = torch.cuda.get_device_properties(self._name).total_memory
+            share = (self._limit_bytes + self._beyond_bytes) / total_bytes
             self._fractions.limit(self, share, is_lifted=self._is_lifted)
 
     @contextlib.contextmanager
