@@ -32,9 +32,10 @@ def find_card(device: str) -> str:
         ) from error
     if not torch.cuda.is_available():
         return ""
-    if not (index or "0").isdigit() or int(index or "0") >= torch.cuda.device_count():
-        raise UsageError(f"there is no device {device}; there are {torch.cuda.device_count()}, from cuda:0")
-    return _read_uuid(int(index or "0"))
+    index = index or "0"
+    if not index.isdigit() or int(index) >= torch.cuda.device_count():
+        raise UsageError(f"there is no device cuda:{index}; there are {torch.cuda.device_count()}, from cuda:0")
+    return _read_uuid(int(index))
 
 
 def name_card(card: str) -> str:
