@@ -61,7 +61,7 @@ class ComputeStreams:
 
     None is ever forgotten, though a program may use a new stream in each step until it has all of PyTorch's pool (32):
     memory that was allocated on a stream goes back to it when something leaves steps later, and the stream, once it is
-    used again, may write there before it computes with anything that moves. Streams that have nothing to do cost little.
+    used again, may write there before it computes with anything that moves. Streams with nothing to do cost little.
     """
 
     def __init__(self) -> None:
