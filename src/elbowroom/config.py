@@ -36,9 +36,9 @@ class Config:
         strategy: the planner's strategy.
         policy: chooses evictions in steps without a plan.
         spill_folder: folder of the spill file; None for the system's temporary folder.
-        host_bytes: limit on the tier below the device: pinned host memory on CUDA (by default half of the free memory),
-            the spill file on a CPU (by default unlimited). On CUDA the excess goes on to the spill file, at disk speed;
-            on a CPU plans stay within the limit.
+        host_bytes: limit on the tier below the device: pinned host memory on CUDA (by default half of the free memory,
+            or of what a container's limit leaves of it), the spill file on a CPU (by default unlimited). On CUDA the
+            excess goes on to the spill file, at disk speed; on a CPU plans stay within the limit.
         min_offload_bytes: smaller storages never move.
         settling_steps: number of steps to capture before planning a step that still changes.
         always_watch: whether to watch steps that fit without moves, too, at about two microseconds an op. For steps

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from elbowroom.config import Config, read_config
 from elbowroom.errors import Infeasible, UsageError
+from elbowroom.hardware.cards import find_card
 from elbowroom.hooks.ledger import Ledger
 from elbowroom.ir.journal import Mode
 from elbowroom.job_front import MARGIN, JobFront
@@ -80,7 +81,7 @@ class SharedLease:
     """Joins the broker of a device, and takes up its leases between steps.
 
     Args:
-        device: "cpu" or "cuda:N".
+        device: "cpu", "cuda:N" or the UUID of a card.
         name: of the job, shown to others.
         held_bytes: on the device before the first lease: the model and its state.
         config: options of the room.
@@ -103,8 +104,9 @@ class SharedLease:
         self._fronts = JobFront(config)
         self._floor_bytes = floor_bytes or config.least_bytes or held_bytes + max(held_bytes, LEAST_FLOOR_BYTES)
         self._is_guess = not (floor_bytes or config.least_bytes)
+        address = find_address(device, card=find_card(device))
         self._client = BrokerClient(
-            find_address(device), name=name, floor_bytes=self._floor_bytes, held_bytes=held_bytes, weight=config.weight,
+            address, name=name, floor_bytes=self._floor_bytes, held_bytes=held_bytes, weight=config.weight,
             priority=config.priority, job=self._job,
         )  # fmt: skip
         self._client.on_beat = functools.partial(_leave_without, weakref.ref(self), self._client)
@@ -328,7 +330,7 @@ def wait_for_lease(least: int | str, *, device: str = "cpu", name: str = "job", 
 
     Args:
         least: the least bytes for the model and its first steps, such as "2GiB".
-        device: "cpu", "cuda" or "cuda:N".
+        device: "cpu", "cuda", "cuda:N" or the UUID of a card (`nvidia-smi -L`).
         name: shown to others.
         **options: weight, priority and without_broker, as for `fit`.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import threading
 import warnings
 from collections.abc import Iterable
 
@@ -213,6 +215,31 @@ def test_what_cannot_be_captured_says_so() -> None:
         elbowroom.capture(lambda: model(torch.zeros(2, 3, 64, 64)), model, optimizer)
     with pytest.raises(UsageError, match="the model is on"):
         elbowroom.capture(lambda: None, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), optimizer)
+
+
+def test_only_elbowroom_says_that_a_step_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
+    """PyTorch logs a traceback for what fails on fake tensors, though the step goes on without them."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    library = torch.library.Library("test_capture", "FRAGMENT")
+    library.define("opaque(Tensor x) -> Tensor")
+
+    def refuse(batch: torch.Tensor) -> torch.Tensor:
+        other = threading.Thread(target=log.error, args=("of another thread",))
+        other.start()
+        other.join()
+        raise RuntimeError("it has no shapes")
+
+    library.impl("opaque", refuse, "Meta")
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        with pytest.raises(TraceError, match=r"RuntimeError: it has no shapes"):
+            elbowroom.capture(lambda: torch.ops.test_capture.opaque(model(torch.ones(4))), model, optimizer)
+    finally:
+        library._destroy()
+    assert [record.message for record in caplog.records if record.name == log.name] == ["of another thread"]
+    log.error("later")
+    assert caplog.messages[-1] == "later"
 
 
 def test_a_trace_is_of_the_settled_step() -> None:

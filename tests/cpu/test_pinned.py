@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
+import mmap
+import os
+import pathlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -78,3 +84,70 @@ def test_a_block_may_be_written_to_in_any_mode_whatever_it_was_made_in() -> None
     with torch.inference_mode():
         block.tensor.copy_(torch.zeros(100, dtype=torch.uint8))
     assert block.tensor.device.type == "cpu"
+
+
+@pytest.mark.parametrize("nbytes", [1, 3 * mmap.PAGESIZE, 1 << 20])
+def test_a_forked_process_has_no_slabs_and_leaves_their_addresses_alone(nbytes: int) -> None:
+    """Linux would copy pinned pages to it. What it maps at their addresses is its own."""
+    host = HostSlabs(4 << 20, 4096, pinning=Pageable())
+    slab = host.reserve(nbytes).slab
+    address, memory = slab.address, slab.memory
+    pages = range(address, address + memory.numel(), mmap.PAGESIZE)
+    memory.fill_(7)
+    del slab, memory
+
+    def use_child() -> bool:
+        nonlocal host
+        was_absent = not any(map(is_mapped, pages))
+        own = map_at(address, len(pages) * mmap.PAGESIZE)
+        ctypes.memset(own, 5, len(pages) * mmap.PAGESIZE)
+        host.release_empty()
+        host.close()
+        del host
+        gc.collect()
+        for _ in range(100):  # the allocator does not give the slab to anyone either
+            torch.full((nbytes + (8 << 10),), 9, dtype=torch.uint8)
+        return was_absent and all(ctypes.string_at(page, 4096) == b"\x05" * 4096 for page in pages)
+
+    assert run_forked(use_child)
+    assert all(map(is_mapped, pages))
+
+
+def test_memory_of_slabs_that_were_given_back_is_there_in_forked_processes() -> None:
+    host = HostSlabs(4 << 20, 4096, pinning=Pageable())
+    memory = host.reserve(1 << 20).slab.memory
+    memory.fill_(7)
+    host.close()
+    assert run_forked(lambda: is_mapped(memory.data_ptr()) and bool((memory == 7).all()))
+
+
+def is_mapped(address: int) -> bool:
+    for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
+        begin, _, end = line.split()[0].partition("-")
+        if int(begin, 16) <= address < int(end, 16):
+            return True
+    return False
+
+
+def map_at(address: int, nbytes: int) -> int:
+    """Map private memory at an address where there is none. Return where it is."""
+    fixed_noreplace = 0x100000
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed_noreplace
+    arguments = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1
+    found: int = call(*arguments, ctypes.c_long(0))
+    assert found == address
+    return found
+
+
+def run_forked(call: Callable[[], bool]) -> bool:
+    """Tell whether a call in a forked process returns true."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if call() else 2
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1] == 0

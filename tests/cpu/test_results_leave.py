@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -304,3 +305,42 @@ def test_all_leave_at_each_request(
     expected = run(None)
     ask_at_every_request(monkeypatch, let_results_go)
     assert all(torch.equal(*pair) for pair in zip(expected, run(1 << 40), strict=True))
+
+
+def adapt_to_tasks(index: int, model: nn.Module) -> torch.Tensor:
+    """Three tasks, to each of which a copy of the weights is adapted by two steps, through which gradients flow."""
+    batches = torch.randn(12, 48, 8, generator=torch.Generator().manual_seed(index))
+    total = torch.zeros(())
+    for first, aim, second, other in batches.view(3, 4, 48, 8):
+        weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+        for _ in range(2):
+            loss = (torch.func.functional_call(model, weights, (first,)) - aim).square().mean()
+            found = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            weights = {name: each - 0.1 * step for (name, each), step in zip(weights.items(), found, strict=True)}
+        loss = (torch.func.functional_call(model, weights, (second,)) - other).square().mean()
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+@pytest.mark.parametrize("budget_bytes", [440_000, 520_000, 600_000])
+def test_results_leave_for_a_replay_that_was_refused(budget_bytes: int, profile: HardwareProfile) -> None:
+    """The program holds adapted weights, which a long replay does not read."""
+
+    def make() -> StateJob:
+        torch.manual_seed(0)
+        sizes = (8, 96, 96, 96, 8)
+        layers = [(nn.Linear(one, other), nn.GELU()) for one, other in itertools.pairwise(sizes)]
+        model = nn.Sequential(*itertools.chain(*layers))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+        def step(index: int) -> torch.Tensor:
+            total = adapt_to_tasks(index, model)
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        return StateJob(model, [optimizer], step)
+
+    found = run_within(make, profile, budget_bytes, STEPS, 12 * 48 * 8 * 4, mode="dynamic", policy="dtr")
+    assert_same(run_plain(make, STEPS), found)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import os
 
-import psutil
 import torch
 
 from elbowroom.errors import UsageError
+from elbowroom.hardware.host_memory import count_host_bytes
 from elbowroom.units import parse_bytes
 
 logger = logging.getLogger(__name__)
 
 
 def count_device_bytes(device: torch.device) -> int:
-    """Return the total memory of a device."""
+    """Return the total memory of a device; of a CPU, what the limits of control groups leave of it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return int(psutil.virtual_memory().total)
+    return count_host_bytes()
 
 
 def parse_budget(memory_budget: int | float | str, device: torch.device | None) -> int:

@@ -10,11 +10,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
-import psutil
 import torch
 
 from elbowroom._folders import find_temporary
 from elbowroom.errors import UsageError
+from elbowroom.hardware.host_memory import count_host_bytes
 from elbowroom.hardware.links import check_spill_folder, measure_device_link, measure_disk_link, name_file_system
 from elbowroom.hardware.rates import measure_hook, measure_op_latency, measure_rates
 from elbowroom.hardware.sizes import LINK_BLOCK_BYTES, Sizes, choose_sizes
@@ -170,9 +170,9 @@ def list_capacities(device: torch.device, folder: str) -> tuple[Tier, ...]:
     """Return the tiers of a machine, the device's memory first. The capacity of the disk is its free space."""
     disk = Tier(name="disk", capacity_bytes=shutil.disk_usage(folder).free)
     if device.type == "cpu":
-        return Tier(name="ram", capacity_bytes=_memory_bytes()), disk
+        return Tier(name="ram", capacity_bytes=count_host_bytes()), disk
     device_bytes = int(torch.cuda.get_device_properties(device).total_memory)
-    host = Tier(name="host", capacity_bytes=_memory_bytes())
+    host = Tier(name="host", capacity_bytes=count_host_bytes())
     return Tier(name="device", capacity_bytes=device_bytes), host, disk
 
 
@@ -189,16 +189,6 @@ def _mixed_work(device: torch.device, sizes: Sizes) -> Callable[[], None]:
             torch.add(vector, vector)
 
     return compute
-
-
-def _memory_bytes() -> int:
-    """Return the memory of the machine, or the limit of the control group (container) if that is less."""
-    total = int(psutil.virtual_memory().total)
-    for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            # "max" stands for no limit.
-            total = min(total, int(pathlib.Path(place).read_text()))
-    return total
 
 
 def name_machine(device: torch.device) -> str:

@@ -23,7 +23,7 @@ from elbowroom.runtime.compute_streams import meeting
 from elbowroom.runtime.error_frames import clear_frames
 from elbowroom.runtime.event_log import FREED
 from elbowroom.runtime.memory_guard import MemoryGuard
-from elbowroom.runtime.replays import Recording, count_bytes, is_exposed, replay
+from elbowroom.runtime.replays import Recording, count_bytes, is_exposed, list_reads, replay
 from elbowroom.runtime.save_handles import SaveHandles
 from elbowroom.runtime.saved_storage import SavedStorage
 from elbowroom.runtime.step_context import StepContext
@@ -269,11 +269,14 @@ class ActionExecutor:
                 )
             raise InternalError(f"segment {action.segment} was not recorded")
         if missing:
-            what = f"a replay of {len(segment.ops)} ops"
+            what, table = f"a replay of {len(segment.ops)} ops", self._storages.table
             self._state.watcher.restore_limit()  # it can be repeated
             with self._state.activity_log.replaying(), meeting(self.transfers.streams):
-                self._retry(
-                    lambda: replay(recordings, missing, self._storages.table), torch.OutOfMemoryError, nbytes, what
+                self._guard.repeat_refused(
+                    lambda: self._retry(
+                        lambda: replay(recordings, missing, table), torch.OutOfMemoryError, nbytes, what
+                    ),
+                    lambda: list_reads(recordings, missing),
                 )
             self._state.recomputed += 1
         for saved in missing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 StreamNumbers = tuple[int, int, int]
 """`stream_id`, `device_index` and `device_type` of a stream."""
@@ -13,8 +13,20 @@ StreamNumbers = tuple[int, int, int]
 class ComputeStream(Protocol):
     """Stream that can wait for what another one has been given so far, as `torch.cuda.Stream`."""
 
+    def query(self) -> bool:
+        """Tell whether the stream has done all that it has been given. Never waits."""
+        ...
+
     def wait_stream(self, stream: Self, /) -> None:
         """Have later work of this stream wait for the present work of another."""
+        ...
+
+    def record_event(self) -> Any:
+        """Return a point in the stream after its present work."""
+        ...
+
+    def wait_event(self, event: Any, /) -> None:
+        """Have later work of this stream wait for a point in another."""
         ...
 
 
@@ -46,6 +58,10 @@ class ComputeStreams:
     A program orders its streams where one uses what another computes. It does not know of what moves: memory is freed
     that another stream may still read, and contents are new that another stream has not waited for. So all of them
     meet wherever something moves.
+
+    None is ever forgotten, though a program may use a new stream in each step until it has all of PyTorch's pool (32):
+    memory that was allocated on a stream goes back to it when something leaves steps later, and the stream, once it is
+    used again, may write there before it computes with anything that moves. Streams with nothing to do cost little.
     """
 
     def __init__(self) -> None:
@@ -71,9 +87,11 @@ class ComputeStreams:
         """Have later work of each stream wait for the present work of all."""
         others = self.list_others(current)
         for each in others:
-            current.wait_stream(each)
+            if not each.query():
+                current.wait_stream(each)
+        event = current.record_event()
         for each in others:
-            each.wait_stream(current)
+            each.wait_event(event)
 
 
 @contextlib.contextmanager

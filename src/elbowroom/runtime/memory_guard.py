@@ -17,6 +17,7 @@ from elbowroom.hooks.unsharded_weights import is_gathered
 from elbowroom.ir.actions import Action
 from elbowroom.ir.events import PressureRaised
 from elbowroom.residency.online import AHEAD
+from elbowroom.runtime.error_frames import clear_frames
 from elbowroom.runtime.other_threads import OtherThreads, may_look
 from elbowroom.runtime.phase import Phase
 from elbowroom.runtime.shortage import note_evidence
@@ -156,15 +157,38 @@ class MemoryGuard:
         """
         if not what.startswith(ALLOCATING):
             return False
-        node = torch._C._current_autograd_node()
-        is_foreign = node is not None and "CppNode" in node.name()
-        return what.startswith("a request") or is_foreign or self._native.began_with_gil()
+        return what.startswith("a request") or is_in_extension() or self._native.began_with_gil()
 
-    def _move_results(self, missing_bytes: int) -> int:
+    def repeat_refused(self, replay: Callable[[], None], list_reads: Callable[[], list[torch.UntypedStorage]]) -> None:
+        """Run a replay, and again after each refusal of a request in it, with fewer results of ops in memory.
+
+        None leave for a request in the middle of a replay, which looks like one of an extension. Before it they may.
+
+        Args:
+            list_reads: returns what the replay starts from, which stays. So each time there are fewer that may leave.
+        """
+        former = len(self.ledger.refusals)
+        while True:
+            try:
+                replay()
+                return
+            except Infeasible as error:
+                if is_in_extension() or self._native.began_with_gil():  # which may hold their addresses
+                    raise
+                with self.noting_moves():
+                    if not self._move_results(error.needed_bytes - error.budget_bytes, list_reads()):
+                        raise
+                clear_frames(error)
+            del self.ledger.refusals[former:]
+
+    def _move_results(self, missing_bytes: int, spared: Sequence[torch.UntypedStorage] = ()) -> int:
         """Move out results of ops that the program or autograd's engine holds. Return the bytes freed.
 
         They leave in place, as model state does, and come back when an op uses them. The last resort: most are used
         soon. Those that autograd has saved as well come last.
+
+        Args:
+            spared: results that stay.
         """
         if self._pager is None or not self._native.is_any_state_managed():
             return 0
@@ -172,10 +196,11 @@ class MemoryGuard:
         table, sections = self._state.storages.table, self._pager.sections
         freed_bytes = 0
         held_and_saved = []
+        stays = {each._cdata for each in spared}
         for storage, may_be_gradient in self._state.watcher.list_results():
             if freed_bytes >= missing_bytes:
                 return freed_bytes
-            if self.is_paged(storage) or is_shared(storage) or not storage.resizable():
+            if storage._cdata in stays or self.is_paged(storage) or is_shared(storage) or not storage.resizable():
                 continue
             saved = table.find(storage)
             if saved is not None and saved.is_persistent:
@@ -252,6 +277,12 @@ class MemoryGuard:
         if op.startswith("aten.") and op not in list_rules():
             notes.append(f"{op} cannot run in slices.")
         return " ".join(notes)
+
+
+def is_in_extension() -> bool:
+    """Tell whether this thread computes gradients by code of an extension in C++."""
+    node = torch._C._current_autograd_node()
+    return node is not None and "CppNode" in node.name()
 
 
 def explain_growth(

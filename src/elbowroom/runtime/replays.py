@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from elbowroom.errors import SavedTensorLost
 from elbowroom.hooks.exposed_memory import is_shared
 from elbowroom.native import library
@@ -24,6 +26,14 @@ def is_exposed(recording: Recording, target: SavedStorage) -> bool:
 def count_bytes(recordings: Sequence[Recording]) -> int:
     """Return the peak bytes that replaying these recordings together allocates."""
     return int(library.load().count_replay(list(recordings)))
+
+
+def list_reads(recordings: Sequence[Recording], outputs: Sequence[SavedStorage]) -> list[torch.UntypedStorage]:
+    """Return the storages that `replay` starts from."""
+    leaves = [leaf.find_storage() for recording in recordings for leaf in recording.leaves]
+    kept = [each for recording in recordings for each in recording.kept]
+    copies = [copied for saved in outputs for copied in saved.inputs.values()]
+    return [each for each in (*leaves, *kept, *copies) if each is not None]
 
 
 def replay(recordings: Sequence[Recording], outputs: Sequence[SavedStorage], table: Any) -> None:

@@ -4,7 +4,7 @@
     other steps     |.....|block|.........|         one chunk at a time
 
 PyTorch's pinned allocator would round every request up to a power of two and take milliseconds for each. Here whole
-slabs of plain memory are registered with the driver once, and a block is an offset.
+slabs of plain memory are registered with the driver once, and a block is an offset. Forked processes have no slabs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from elbowroom.errors import TierFull
 from elbowroom.layout.free_list import ALIGNMENT_BYTES, FreeList
+from elbowroom.tiers import unforked
 
 NAME = "host memory"
 CHUNK_BYTES = 256 << 20
@@ -82,6 +83,7 @@ class _Slab:
     free: FreeList
     is_pinned: bool
     stays: bool = False  # until `close`
+    pid: int = field(default_factory=os.getpid)
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +134,6 @@ class HostSlabs:
         self._slabs: list[_Slab] = []
         self._planned: _Slab | None = None
         self._refused_bytes = 1 << 62
-        self._pid = os.getpid()
 
     @property
     def slab_bytes(self) -> int:
@@ -243,10 +244,8 @@ class HostSlabs:
     def close(self) -> None:
         """Return all slabs to the system. No transfer may still be running in them.
 
-        A forked process does not unpin slabs of its parent.
+        A forked process only forgets the slabs of its parent.
         """
-        if self._pid != os.getpid():
-            self._slabs.clear()
         while self._slabs:
             self._drop(self._slabs[-1])
 
@@ -281,7 +280,9 @@ class HostSlabs:
         slab = _Slab(memory, memory.data_ptr(), FreeList(size, ALIGNMENT_BYTES), self._may_pin)
         self._slabs.append(slab)  # before it is pinned, so that `close` unpins it even after an exception
         try:
-            slab.is_pinned = self._may_pin and self._pinning.pin(slab.address, size)
+            if self._may_pin:
+                unforked.hold_back(memory)
+                slab.is_pinned = self._pinning.pin(slab.address, size)
         except BaseException:
             self._drop(slab)
             raise
@@ -303,9 +304,11 @@ class HostSlabs:
             )  # fmt: skip
 
     def _drop(self, slab: _Slab) -> None:
-        if slab.is_pinned:
-            self._pinning.unpin(slab.address)
-            slab.is_pinned = False
+        if slab.pid == os.getpid():
+            if slab.is_pinned:
+                self._pinning.unpin(slab.address)
+                slab.is_pinned = False
+            unforked.give_back(slab.memory)
         self._slabs.remove(slab)
         if slab is self._planned:
             self._planned = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -61,6 +63,7 @@ def capture_fake(
     try:
         with (
             announcing("capturing a step on fake tensors", name),
+            _quiet_log(),
             undone(step, model, *optimizers),
             _replaced_by_fakes(mode, model, optimizers),
             refusing_compiled(_refuse),
@@ -90,6 +93,21 @@ def capture_fake(
             f"the step cannot be captured on fake tensors ({kind}{str(error).splitlines()[0]}); "
             "`elbowroom.fit` goes on without: the first real step is captured instead, as `room.planned.trace`"
         ) from error
+
+
+@contextlib.contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Keep PyTorch from logging, with a traceback, what fails on fake tensors in this thread: the step runs without."""
+    thread, log = threading.get_ident(), logging.getLogger(FakeTensorMode.__module__)
+
+    def is_foreign(record: logging.LogRecord) -> bool:
+        return threading.get_ident() != thread
+
+    log.addFilter(is_foreign)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_foreign)
 
 
 def _refuse() -> NoReturn:

@@ -31,7 +31,8 @@ def register(app: typer.Typer) -> None:
 
 def show_jobs(
     device: Annotated[
-        str | None, typer.Option("--device", help="cpu, cuda or cuda:N. Default: all with a broker.")
+        str | None,
+        typer.Option("--device", help="cpu, cuda, cuda:N or the UUID of a card. Default: all with a broker."),
     ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print the table once; it is live on a terminal otherwise.")
@@ -54,16 +55,17 @@ def show_jobs(
 
 
 def _ask(device: str | None) -> dict[str, StatusReply]:
+    from elbowroom.hardware.cards import find_card, name_card
     from elbowroom.sharing.transport.address import find_address, list_addresses
     from elbowroom.sharing.transport.client import ask_status
 
     if device is not None:
-        return {(address := find_address(device)).device: ask_status(address)}
+        return {(address := find_address(device, card=find_card(device))).device: ask_status(address)}
     found: dict[str, StatusReply] = {}
     errors = [UsageError("no device is shared: start a broker with `elbowroom share --device cpu --memory ...`")]
     for address in list_addresses():
         try:
-            found[address.device] = ask_status(address)
+            found[name_card(address.device)] = ask_status(address)
         except UsageError as error:  # of a broker that was killed, whose socket is still there
             errors.append(error)
     if not found:

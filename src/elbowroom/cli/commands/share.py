@@ -30,7 +30,9 @@ def register(app: typer.Typer) -> None:
 
 
 def share_device(
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", help="cpu, cuda, cuda:N or the UUID of a card (nvidia-smi -L).")
+    ] = "cpu",
     memory: Annotated[str | None, typer.Option("--memory", help="Bytes to lease: 70GiB, or 60% of a CPU's.")] = None,
     policy: Annotated[
         str,
@@ -79,10 +81,10 @@ def share_device(
 
 
 def _read_memory(memory: str, device: str) -> int:
-    import psutil
+    from elbowroom.hardware.host_memory import count_host_bytes
 
     try:
-        return parse_bytes(memory, device_bytes=psutil.virtual_memory().total if device == "cpu" else None)
+        return parse_bytes(memory, device_bytes=count_host_bytes() if device == "cpu" else None)
     except ValueError as error:
         raise UsageError(f"--memory: {error}") from error
 
@@ -91,16 +93,17 @@ def _serve(terminal: Terminal, device: str, options: BrokerOptions) -> None:
     import asyncio
     import logging
 
+    from elbowroom.hardware.cards import find_card
     from elbowroom.sharing.broker import Broker
     from elbowroom.sharing.transport.address import find_address
     from elbowroom.sharing.transport.server import BrokerServer, serve_until_interrupted
 
     logging.basicConfig(level=logging.WARNING, format="elbowroom: %(message)s")
-    address = find_address(device)
+    address = find_address(device, card=find_card(device))
 
     nbytes = format_bytes(options.device_bytes)
     text = f"leasing {nbytes} of {address.device} on {address.socket}, policy {options.policy}"
-    if address.device != "cpu" and not _has_cuda():
+    if address.device != "cpu" and not address.card:
         text += "; PyTorch finds no CUDA device here"
 
     async def serve() -> None:
@@ -108,15 +111,6 @@ def _serve(terminal: Terminal, device: str, options: BrokerOptions) -> None:
         await serve_until_interrupted(server)
 
     asyncio.run(serve())
-
-
-def _has_cuda() -> bool:
-    """Return False if PyTorch finds no CUDA device. Without PyTorch that is not known."""
-    try:
-        import torch
-    except ModuleNotFoundError:
-        return True
-    return torch.cuda.is_available()
 
 
 def _simulate(terminal: Terminal, path: Path, memory: str | None, policy: str, quantum: float) -> None:

@@ -16,16 +16,26 @@ from elbowroom.errors import UsageError
 FOLDER_VARIABLE = "ELBOWROOM_SHARE_FOLDER"
 """Environment variable that names another folder."""
 
+CARD = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""UUID of a card as `nvidia-smi -L` lists it."""
+
 LONGEST_PATH = 100
 """Limit of Linux on the path of a Unix socket, with some room."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BrokerAddress:
-    """Paths of the broker of one device."""
+    """Paths of the broker of one device.
+
+    Attributes:
+        device: what this process calls it.
+        card: its UUID, by which the paths are named, since processes may number cards differently; "" on a CPU and
+            where it is not known.
+    """
 
     device: str
     folder: pathlib.Path
+    card: str = ""
 
     @property
     def socket(self) -> pathlib.Path:
@@ -52,7 +62,7 @@ class BrokerAddress:
 
     @property
     def _stem(self) -> str:
-        return re.sub(r"[^A-Za-z0-9]", "-", self.device)
+        return re.sub(r"[^A-Za-z0-9]", "-", self.card or self.device)
 
     def prepare(self) -> None:
         """Create the folder, if it does not exist.
@@ -82,8 +92,10 @@ class BrokerAddress:
     def explain(self, error: Exception) -> UsageError:
         """Return the error for a broker that cannot be reached. A broker that was killed leaves its socket."""
         if isinstance(error, ConnectionRefusedError):
+            name = f"{self.device} ({self.card})" if self.card not in ("", self.device) else self.device
             return UsageError(
-                f"no broker serves {self.device}: start one with `elbowroom share --device {self.device} --memory ...`"
+                f"no broker serves {name}: start one with "
+                f"`elbowroom share --device {self.card or self.device} --memory ...`"
             )
         return UsageError(f"the broker of {self.device} does not answer: {error}")
 
@@ -115,28 +127,32 @@ class BrokerAddress:
             return False
 
 
-def find_address(device: str, folder: str | None = None) -> BrokerAddress:
+def find_address(device: str, folder: str | None = None, *, card: str = "") -> BrokerAddress:
     """Return the address of a device's broker. "cuda" is the first card.
 
     Args:
+        device: "cpu", "cuda", "cuda:N" or the UUID of a card.
         folder: by default $ELBOWROOM_SHARE_FOLDER, then a folder in $XDG_RUNTIME_DIR or the temporary folder.
+        card: the UUID of the device, if it is known.
     """
     name = "cuda:0" if device == "cuda" else device
-    if not re.fullmatch(r"cpu|cuda:[0-9]+", name):
-        raise UsageError(f"{device!r} is no device: write cpu, cuda or cuda:N")
+    if CARD.fullmatch(name):
+        card = name
+    elif not re.fullmatch(r"cpu|cuda:[0-9]+", name):
+        raise UsageError(f"{device!r} is no device: write cpu, cuda, cuda:N, or the UUID of a card (nvidia-smi -L)")
     chosen = folder or os.environ.get(FOLDER_VARIABLE)
     if chosen:
-        return BrokerAddress(name, pathlib.Path(chosen))
+        return BrokerAddress(name, pathlib.Path(chosen), card)
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        return BrokerAddress(name, pathlib.Path(runtime) / "elbowroom")
-    return BrokerAddress(name, pathlib.Path(find_temporary()) / f"elbowroom-share-{os.geteuid()}")
+        return BrokerAddress(name, pathlib.Path(runtime) / "elbowroom", card)
+    return BrokerAddress(name, pathlib.Path(find_temporary()) / f"elbowroom-share-{os.geteuid()}", card)
 
 
 def list_addresses() -> list[BrokerAddress]:
-    """Return the addresses at which there is a socket."""
+    """Return the addresses at which there is a socket. Cards are called by their UUIDs."""
     folder = find_address("cpu").folder
     names = sorted(path.stem for path in folder.glob("*.sock")) if folder.is_dir() else []
-    return [find_address(re.sub(r"-(?=[0-9]+$)", ":", name)) for name in names]
+    return [find_address(name if CARD.fullmatch(name) else re.sub(r"-(?=[0-9]+$)", ":", name)) for name in names]
 
 
 def _check_own(path: pathlib.Path, kind: str, is_kind: object) -> None:

@@ -22,12 +22,12 @@ def find_start(pid: int) -> int | None:
 def count_outside(device: str, known: set[int]) -> int:
     """Return the bytes that processes outside of `known` hold on a card, as the driver says. 0 on a CPU.
 
-    Processes in other containers have no usable number and are left out.
+    Give a card by its UUID: the driver's tool may number cards in another way than CUDA does. Processes in other
+    containers have no usable number and are left out.
     """
-    kind, _, index = device.partition(":")
-    if kind != "cuda":
+    if device == "cpu":
         return 0
-    command = ["nvidia-smi", "-i", index or "0", "--query-compute-apps=pid,used_memory"]
+    command = ["nvidia-smi", "-i", device.removeprefix("cuda:"), "--query-compute-apps=pid,used_memory"]
     try:
         done = subprocess.run(
             [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10, check=True

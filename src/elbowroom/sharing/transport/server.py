@@ -153,7 +153,8 @@ class BrokerServer:
             self._carry_out(self.broker.tick(time.monotonic()))
             if self.address.device != "cpu" and time.monotonic() - self._measured > SECONDS_BETWEEN_MEASUREMENTS:
                 self._measured = time.monotonic()
-                outside_bytes = await asyncio.to_thread(count_outside, self.address.device, self._list_pids())
+                card = self.address.card or self.address.device
+                outside_bytes = await asyncio.to_thread(count_outside, card, self._list_pids())
                 self._carry_out(self.broker.set_outside(outside_bytes, time.monotonic()))
 
     def _list_pids(self) -> set[int]:
