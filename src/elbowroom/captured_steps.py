@@ -118,16 +118,23 @@ class CapturedSteps:
             self._schedule.put_off(self._metering.steps - 1, why)
             return
         self._schedule.note_success()
-        cache.entries[0].calls = calls
+        cache.entries[0].calls, cache.entries[0].ops_before_call = calls, capture.ops_before_call
         cache.entries[0].note_measured(record)
         if self._sliced_ops.has_run:
             cache.entries[0].op_bytes = OpBytes.ESTIMATED
 
-    def note_miss(self, sizes: Sequence[int], record: StepRecord) -> None:
-        """Note that a step was of no known kind. `sizes`: of what it has saved."""
+    def note_miss(self, sizes: Sequence[int], record: StepRecord, *, is_whole: bool = True) -> None:
+        """Note that a step was of no known kind.
+
+        Args:
+            sizes: of what it has saved.
+            is_whole: whether it was watched from its beginning.
+        """
         cache = self._cache
         if cache.record_miss(sizes, record, self._schedule.capture_seconds):
-            is_unlike_any = sizes and all(sizes[0] != each.planned.candidate.first_bytes for each in cache.entries)
+            is_unlike_any = (
+                is_whole and sizes and all(sizes[0] != each.planned.candidate.first_bytes for each in cache.entries)
+            )
             self._schedule.note_recurrence(record.step, sizes[0] if is_unlike_any else None)
 
     def learn(self, entry: PlanCacheEntry, capture: LiveCapture, record: StepRecord, *, is_followed: bool) -> None:

@@ -20,6 +20,10 @@ class KindsByInputs:
         if find_told(calls, entries) is not None:
             self._ambiguous.update(calls)
 
+    def distrust(self, calls: Counter[Inputs]) -> None:
+        """Note that these calls of the model do not tell what a step needs."""
+        self._ambiguous.update(calls)
+
     def tell_all(self, entries: Sequence[PlanCacheEntry]) -> bool:
         """Return True if no two of these kinds have an input in common with which autograd records the call."""
         known = set[Inputs]()

@@ -64,8 +64,8 @@ class PlainStepCheck:
     def list_told(self) -> Sequence[PlanCacheEntry]:
         """Return all known kinds of step if the inputs of the model will tell which of them the next one is.
 
-        All of them fit. None are returned if a plan counts on unused state to be away, or on what is saved before the
-        first call of the model to leave.
+        All of them fit. None are returned if a plan counts on unused state to be away, or on moves before the model is
+        called.
         """
         entries = tuple(self._cache.entries)
         if self._job.config.always_watch or self._cache.knows_few or len(entries) < 2:
@@ -73,6 +73,9 @@ class PlainStepCheck:
         live_bytes = self._ledger.live_bytes + self._pager.count_away()
         if not self._kinds.tell_all(entries) or not all(self._may_be_told(each, live_bytes) for each in entries):
             return ()
+        moves_state = any(each.planned.candidate.state_schedule is not None for each in entries)
+        if moves_state and any(each.ops_before_call != 0 for each in entries):
+            return ()  # state has to come back, and to leave, for what runs before the call
         # One that needs a plan gets its runner when the model is called.
         return entries if entries[0].planned.is_plain or may_attach_later(self._ledger) else ()
 
@@ -83,13 +86,17 @@ class PlainStepCheck:
         planned = entry.planned
         if planned.is_plain:
             return self._has_room(entry.expect_growth())
-        if list_unused_state(planned.trace) or planned.candidate.saves_before_call:
+        if entry.ops_before_call is None or list_unused_state(planned.trace):
             return False
         return planned.count_spare_bytes(self._cache.lease.device_bytes, live_bytes) >= 0
 
     def note_miss(self, calls: Counter[Inputs]) -> None:
         """Note that a step with these calls of the model was of no known kind."""
         self._kinds.note_miss(calls, self._cache.entries)
+
+    def distrust(self, calls: Counter[Inputs]) -> None:
+        """Note that a step with these calls of the model was refused memory, as it began without a runner."""
+        self._kinds.distrust(calls)
 
     def has_ample_room(self, entry: PlanCacheEntry) -> bool:
         """Return True if even a step that is much larger than the largest one so far fits, of whatever kind it is."""

@@ -50,6 +50,8 @@ class PlanCacheEntry:
         busy_seconds: of the first steps that followed the current plan, stalls excluded.
         predicted_seconds: prediction for these, as it was when the step was planned, and corrected after them.
         calls: shapes that the model was called with, and the highest count of each in one step.
+        ops_before_call: ops of a step before the model is first called; None if autograd saves something before, does
+            not record that call, or this is unknown.
         activities: copies, waits and replays of the last step of this kind.
         is_seen: whether this room has run such a step; another room's may belong to another model.
         lost_seconds: that a better plan might have saved.
@@ -71,6 +73,7 @@ class PlanCacheEntry:
     busy_seconds: list[float] = dataclasses.field(default_factory=list)
     predicted_seconds: float = dataclasses.field(init=False)
     calls: Counter[Inputs] = dataclasses.field(default_factory=Counter)
+    ops_before_call: int | None = None
     activities: tuple[Activity, ...] = ()
     is_seen: bool = True
     lost_seconds: float = 0.0

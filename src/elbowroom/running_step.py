@@ -192,16 +192,23 @@ class RunningStep:
 
     def _see_inputs(self, inputs: Inputs) -> None:
         self.calls[inputs] += 1
+        has_gradients = inputs.has_gradients and torch._C._current_graph_task_id() == -1
+        if self._capture is not None:
+            self._capture.note_call(has_gradients=has_gradients)
         expected = self.expected
-        if expected is None or (expected.planned.is_plain and expected.is_usual(inputs, self.calls[inputs])):
+        if expected is None:
             return
-        told = find_told(self.calls, self._told)
-        if told is None or self.runner is not None:
+        needs_runner = self.runner is None and not expected.planned.is_plain
+        if expected.is_usual(inputs, self.calls[inputs]) and not needs_runner:
+            return
+        told = find_told(self.calls, self._told) if self.runner is None else None
+        if told is None or not (told.planned.is_plain or has_gradients):
             self._note_change()
-        elif told.planned.is_plain:
-            self.expected = told
+            return
+        self.expected = told
+        if told.planned.is_plain:
             self._limit_growth()
-        elif inputs.has_gradients:
+        else:
             self._watch_from_here(told)
 
     def _note_change(self) -> None:

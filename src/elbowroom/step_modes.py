@@ -131,6 +131,7 @@ class StepModes:
                 clear_frames(error)
                 if self._running is not None and (begun_as := self._running.expected) is not None:
                     self._cache.remove(begun_as)  # the next step is observed from its beginning
+                    self._plain_check.distrust(self._running.calls)
                 raise
             except TierError as error:
                 note_torn_update(error, self._job.optimizers)
@@ -316,7 +317,7 @@ class StepModes:
             if found is not None:
                 self._beside.watch(found, live_bytes)
                 entries = [found, *(each for each in entries if each is not found)]
-                return self._make_runner(Phase.FOLLOWING_PLAN, entries, begins_at_call=True)
+                return self._make_runner(Phase.FOLLOWING_PLAN, entries, skipped_ops=found.ops_before_call or 0)
             return self._make_runner(Phase.MANAGED if entries else Phase.UNPRESSURED, entries)
 
         self._running = step = RunningStep(
@@ -351,7 +352,8 @@ class StepModes:
             self._cache.record_hit(followed, step.calls if step.expected is None or step.is_usual else Counter())
         elif state is None or expected is None or not self._beside.note_left(expected, state):  # else of that kind
             self._plain_check.note_miss(step.calls)
-            self.captured.note_miss(() if state is None else state.saved_tensors.sizes, record)
+            sizes = () if state is None else state.saved_tensors.sizes
+            self.captured.note_miss(sizes, record, is_whole=step.expected is None)
         return record, followed
 
     def _make_capture(self, meter: Meter) -> LiveCapture:
@@ -364,7 +366,7 @@ class StepModes:
         entries: Sequence[PlanCacheEntry] = (),
         capture: LiveCapture | None = None,
         *,
-        begins_at_call: bool = False,
+        skipped_ops: int = 0,
     ) -> StepRunner:
         job = self._job
         budget_bytes = self._cache.lease.device_bytes
@@ -393,5 +395,5 @@ class StepModes:
             spare_bytes=0 if expected is None else expected.planned.count_spare_bytes(budget_bytes, live_bytes),
             is_plan_proven=expected is None or expected.is_proven,
             observer=None if capture is None else capture.tracer,
-            begins_at_call=begins_at_call,
+            skipped_ops=skipped_ops,
         )

@@ -45,17 +45,6 @@ class Candidate:
         return self.trace.storages[self.trace.saves[0].storage].nbytes
 
     @functools.cached_property
-    def ops_before_call(self) -> int:
-        """Number of ops before the first call of the model."""
-        return next((index for index, op in enumerate(self.trace.ops) if op.module is not None), 0)
-
-    @functools.cached_property
-    def saves_before_call(self) -> bool:
-        """True if autograd saves a tensor before the first call of the model."""
-        first = self.trace.ops[self.ops_before_call]
-        return self.trace.saves[0].tick < first.tick
-
-    @functools.cached_property
     def plan_storages(self) -> frozenset[int]:
         """Ids of the storages that the plan moves or replays from."""
         return self.plan.find_touched()

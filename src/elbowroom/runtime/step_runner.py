@@ -62,7 +62,7 @@ class StepRunner:
         spare_bytes: of the budget that the plan leaves free, beside what the program holds.
         is_plan_proven: whether a step has followed the plan to its end, within the budget.
         observer: told of all saves, needs and releases.
-        begins_at_call: whether the model is called now, and the step has begun before, without the runner.
+        skipped_ops: ops of the step that have run before, without the runner.
 
     Attributes:
         state: of the step.
@@ -78,7 +78,7 @@ class StepRunner:
         spare_bytes: int = 0,
         is_plan_proven: bool = True,
         observer: Observer | None = None,
-        begins_at_call: bool = False,
+        skipped_ops: int = 0,
     ) -> None:
         self.state = make_state(phase, environment, candidates, self)
         self._machine = self.state.machine
@@ -112,7 +112,7 @@ class StepRunner:
         self._deferred = DeferredEvents(self.state, self._policy, self._executor, handles, is_observed=is_observed)
         self._state_moves = start_watching(
             self.state, environment, self._moves, self._lock, observer,
-            may_rest=history.may_rest and not candidates, begins_at_call=begins_at_call,
+            may_rest=history.may_rest and not candidates, skipped_ops=skipped_ops,
         )  # fmt: skip
 
     def begin(self) -> None:

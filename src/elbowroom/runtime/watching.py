@@ -26,14 +26,14 @@ def start_watching(
     observer: Observer | None,
     *,
     may_rest: bool,
-    begins_at_call: bool,
+    skipped_ops: int,
 ) -> StateMoves | None:
     """Tell the extension which ops to record, and which saves and needs to log without telling the runner.
 
     Args:
         moves, lock, observer: of the step.
         may_rest: whether the first results of the step need not be recomputable.
-        begins_at_call: whether the step has begun before, and the model is called now.
+        skipped_ops: ops of the step that have run before.
 
     Returns:
         The moves of model state that the plan makes; None if it makes none.
@@ -47,8 +47,7 @@ def start_watching(
         )  # fmt: skip
     if state.phase is Phase.FOLLOWING_PLAN:
         expected = state.candidates[0]
-        if begins_at_call:
-            state.watcher.skip(expected.ops_before_call)
+        state.watcher.skip(skipped_ops)
         if state.segments or expected.plan.state:
             state.watcher.follow(*expected.replayed_ops)
         if (schedule := expected.state_schedule) is not None and environment.pager is not None:

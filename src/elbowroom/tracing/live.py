@@ -23,6 +23,9 @@ class LiveCapture:
     Args:
         is_first: whether this is the first step of its room. On CUDA, ops then take many times as long as in later
             steps: the driver loads their kernels, and cuDNN chooses algorithms.
+
+    Attributes:
+        ops_before_call: as for `PlanCacheEntry`.
     """
 
     def __init__(
@@ -42,6 +45,14 @@ class LiveCapture:
         self._state_before = count_state(optimizers)
         self.tracer = Tracer(name, device, model, list_residents(model, optimizers), meter=meter)
         self._weights = GatheredWeights(self.tracer, model)
+        self._is_called = False
+        self.ops_before_call: int | None = None
+
+    def note_call(self, *, has_gradients: bool) -> None:
+        """Note that the model is called. `has_gradients`: whether autograd records that, outside of a backward pass."""
+        if not self._is_called and has_gradients and not self.tracer.saves:
+            self.ops_before_call = len(self.tracer.recorded.ops)
+        self._is_called = True
 
     @property
     def is_settled(self) -> bool:

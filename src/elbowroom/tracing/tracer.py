@@ -80,6 +80,8 @@ class Tracer(TorchDispatchMode):
 
     Attributes:
         ticks: of the entries.
+        recorded: ops so far.
+        saves: tick, storage and release of each save so far.
         origins: of the ops in the model.
         pauses: number of active contexts whose ops are not part of the step.
         own_seconds: host time spent in tracing.
@@ -108,8 +110,8 @@ class Tracer(TorchDispatchMode):
         self._seen: list[_Seen] = []
         self._identities: Identities[_Seen] = Identities(self._died)
         self._returned: Identities[_Seen] = Identities()  # storages given to autograd in place of the originals
-        self._ops = RecordedOps()
-        self._saves: list[list[int]] = []  # tick, storage, released
+        self.recorded = RecordedOps()
+        self.saves: list[list[int]] = []  # tick, storage, released
         self._needs: list[list[int]] = []  # tick, save, released
         self._open_needs: Identities[list[int]] = Identities(self._needs_released)
         for tensor, role, label, module in residents:
@@ -143,7 +145,7 @@ class Tracer(TorchDispatchMode):
         barrier, flops = find_barrier(func, args, kwargs) or why, count_flops(func, args, kwargs, result)
         slicing = find_slicing(func, args, kwargs, result)
         with self._lock:
-            self._ops.add(self._record(str(func), origin, tuple(reads), written, result, barrier, flops), slicing)
+            self.recorded.add(self._record(str(func), origin, tuple(reads), written, result, barrier, flops), slicing)
         self.own_seconds += time.perf_counter() - end + begin - entered
         return result
 
@@ -159,7 +161,7 @@ class Tracer(TorchDispatchMode):
             result = _measure(self._meter, call)
         why = "compiled code may have side effects"
         with self._lock:
-            self._ops.add(self._record(name, origin, tuple(reads), written, result, why, 0), None)
+            self.recorded.add(self._record(name, origin, tuple(reads), written, result, why, 0), None)
         return result
 
     def _list_reads(self, values: Iterable[Any], skipped: Sequence[int]) -> tuple[list[View], str]:
@@ -230,10 +232,10 @@ class Tracer(TorchDispatchMode):
         """Record that autograd saves `tensor`. Return the index of the save. `index`: given if it is known."""
         seen = self._find(tensor) or self._identify(tensor, Role.INPUT, -1, "input")
         with self._lock:
-            missed = 0 if index is None else index - len(self._saves)  # interrupted, before they came here
-            self._saves += [[self.ticks.take(), -1, -1] for _ in range(missed)]
-            self._saves.append([self.ticks.take(), -1 if seen is None else seen.id, -1])
-            return len(self._saves) - 1
+            missed = 0 if index is None else index - len(self.saves)  # interrupted, before they came here
+            self.saves += [[self.ticks.take(), -1, -1] for _ in range(missed)]
+            self.saves.append([self.ticks.take(), -1 if seen is None else seen.id, -1])
+            return len(self.saves) - 1
 
     def needed(self, save: int, given: torch.Tensor) -> None:
         """Record that autograd unpacks a save and is `given` this tensor."""
@@ -242,15 +244,15 @@ class Tracer(TorchDispatchMode):
             index = len(self._needs) - 1
         storage = self._get_storage(given)
         if storage is not None:
-            if self.lookup(storage) is None and self._saves[save][1] >= 0:
-                self._returned.put(storage, self._seen[self._saves[save][1]])
+            if self.lookup(storage) is None and self.saves[save][1] >= 0:
+                self._returned.put(storage, self._seen[self.saves[save][1]])
             if (open_needs := self._open_needs.find(storage)) is None:
                 self._open_needs.put(storage, open_needs := [])
             open_needs.append(index)
 
     def stays(self, save: int, is_held: Callable[[], bool]) -> None:
         """Expect a saved storage to stay, so that it is not freed when the program lets go of it: `is_held` tells."""
-        storage = self._saves[save][1]
+        storage = self.saves[save][1]
         if storage < 0:
             return  # it is not traced
         seen = self._seen[storage]
@@ -265,8 +267,8 @@ class Tracer(TorchDispatchMode):
 
     def save_released(self, save: int) -> None:
         """Record that the graph node frees a save."""
-        if self._saves[save][2] < 0:
-            self._saves[save][2] = self.ticks.find_release()
+        if self.saves[save][2] < 0:
+            self.saves[save][2] = self.ticks.find_release()
 
     def gradient(self, tensor: torch.Tensor, parameter: str) -> None:
         """Record a parameter's gradient, which the step may free before its end."""
@@ -289,7 +291,7 @@ class Tracer(TorchDispatchMode):
         self._open_needs.close()
         # Storages on other devices, and tensors without a plain storage, cannot be moved: their saves have 0 bytes.
         void = Storage(id=len(self._seen), nbytes=0, role=Role.TEMPORARY, created=-1, released=end, label="untraced")
-        saved = {storage for _, storage, _ in self._saves}
+        saved = {storage for _, storage, _ in self.saves}
         storages = [seen.freeze(end, saved) for seen in self._seen]
         if -1 in saved:
             storages.append(void)
@@ -301,17 +303,17 @@ class Tracer(TorchDispatchMode):
         return Trace(
             name=self._name,
             device=self._device.type,
-            ops=tuple(self._ops.ops),
+            ops=tuple(self.recorded.ops),
             storages=tuple(storages),
             saves=tuple(
                 Save(tick=tick, storage=storage if storage >= 0 else void.id, released=_or_end(released, end))
-                for tick, storage, released in self._saves
+                for tick, storage, released in self.saves
             ),
             needs=tuple(
                 Need(tick=tick, save=save, released=_or_end(released, end)) for tick, save, released in self._needs
             ),
             end=end,
-            slicing=tuple(self._ops.slicing),
+            slicing=tuple(self.recorded.slicing),
         )
 
     # -- storages -------------------------------------------------------------------------------------------------
