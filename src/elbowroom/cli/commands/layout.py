@@ -70,7 +70,7 @@ def show_layout(
 
     with open_terminal(as_json) as terminal:
         check_picture(picture)
-        check_writable(output, inputs=(source, plan_file, costs_file))
+        check_writable(output, picture, inputs=(source, plan_file, costs_file))
         get(allocators, allocator, "assign")
         capacity_bytes = None if capacity is None else read_amount("--capacity", capacity)
         if plan_file is None:
