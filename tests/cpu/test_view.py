@@ -280,6 +280,12 @@ def test_misuse_is_explained(folder: pathlib.Path, tmp_path: pathlib.Path) -> No
     assert "leave out --trace" in fail("view", folder / "trace.json", *costs, *out)
     assert "belong to --trace" in fail("view", folder / "run.json", "--plan", folder / "plan.json", *out)
     assert "--format perfetto" in fail("view", folder / "run.json", "--front", "x", "--format", "perfetto", *out)
+    assert "--bounds belongs to the page" in fail(
+        "view", folder / "run.json", "--bounds", 3, "--format", "perfetto", *out
+    )
+    for command in (("report", folder / "run.json"), ("view", folder / "run.json", "--bounds", 0, *out)):
+        assert "--hardware belongs to --trace" in fail(*command, "--hardware", "v100")
+    assert "--costs belongs to --trace" in fail("report", folder / "run.json", "--costs", folder / "costs.json")
     (tmp_path / "other.json").write_text("{}")
     assert "compare" in fail("view", folder / "run.json", "--bounds", 0, "--front", tmp_path / "other.json", *out)
     for other in (tmp_path / "other.json", folder / "plan.json"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elbowroom.cli.journal_files import load_journal
-from elbowroom.cli.sources import find_costs, load_plan, load_trace
+from elbowroom.cli.sources import check_belongs, find_costs, load_plan, load_trace
 from elbowroom.cli.terminal import Terminal
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir import files
@@ -92,6 +92,7 @@ def load_step(
         )
     if plan_file is not None or costs_file is not None:
         raise UsageError(f"{path} has its own plan and costs: --plan and --costs belong to --trace")
+    check_belongs("--trace", hardware, costs_file)
     return StepFiles(
         trace=found.trace,
         costs=found.costs,
