@@ -241,6 +241,15 @@ def test_pictures_need_matplotlib(trace: pathlib.Path, tmp_path: pathlib.Path, m
     assert not (tmp_path / "front.svg").exists()
 
 
+def test_one_file_is_not_for_two_results(trace: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    both = ("--picture", tmp_path / "both.svg", "-o", tmp_path / "." / "both.svg")
+    for command in (("compare", trace, "--hardware", "v100"), ("max-batch", "torchvision:resnet18"), ("layout", trace)):
+        assert "it is given for two results" in fail(MISUSED, *command, *both)
+    assert "one of the files that are read" in fail(MISUSED, "layout", tmp_path / "a.svg", "--picture", tmp_path / "a.svg")
+    assert not (tmp_path / "both.svg").exists()
+
+
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -> None:
     attempt, counter = strategies_compared.attempt, itertools.count()
 

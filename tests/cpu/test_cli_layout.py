@@ -8,7 +8,9 @@ import pathlib
 import pytest
 from typer.testing import CliRunner
 
+import elbowroom
 from elbowroom.cli.main import make_app
+from tests.generators import make_chain
 
 
 def run(*words: str) -> tuple[int, str, str]:
@@ -44,3 +46,17 @@ def test_a_picture(table: pathlib.Path) -> None:
     picture = table.with_suffix(".svg")
     code, _, _ = run("layout", str(table), "--allocator", "best_fit", "--picture", str(picture))
     assert code == 0 and picture.read_text().startswith("<?xml")
+
+
+def test_options_that_say_nothing_are_refused(table: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    trace = tmp_path / "trace.json"
+    elbowroom.save(make_chain((64, 64, 64)), trace)
+    for arguments, words in (
+        ((str(trace), "--hardware", "v100"), "--hardware belongs to --plan"),
+        ((str(table), "--costs", "none.json"), "--costs belongs to --plan"),
+        ((str(trace), "--pinned"), "is a trace"),
+        ((str(trace), "--pinned", "--plan", "plan.json"), "a plan has none"),
+    ):
+        code, _, stderr = run("layout", *arguments)
+        assert code == 2 and words in " ".join(stderr.split())
+    assert run("layout", str(trace))[0] == 0

@@ -21,6 +21,7 @@ from elbowroom.cli.main import make_app
 from elbowroom.cost.price import price
 from elbowroom.errors import UsageError
 from elbowroom.ir import files as files_of_nouns
+from elbowroom.ir.costs import Costs
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.journal import Journal
 from elbowroom.ir.run_step import RunStep
@@ -180,6 +181,44 @@ def test_a_page_from_a_trace_and_the_front_of_a_comparison(folder: pathlib.Path,
         assert all(step >= seconds * (1 - 1e-9) for peak, step, *_ in planned["front"]["plans"] if peak <= nbytes)
 
 
+def test_the_front_of_another_step_is_refused(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    given = (folder / "trace.json", "--costs", folder / "costs.json")
+    front, out = tmp_path / "front.json", ("--bounds", 0, "-o", tmp_path / "page.html")
+    succeed("compare", *given, "--budgets", "100%peak", "--strategies", "keep_all", "-o", front)
+    document = json.loads(front.read_text())
+    assert document["digest"] == elbowroom.load(Costs, folder / "costs.json").trace_digest
+
+    def refuse(**fields: Any) -> str:
+        front.write_text(json.dumps({**document, **fields}))
+        return fail("view", *given, "--front", front, *out)
+
+    assert "compares plans for trace 000000000000, but this is" in refuse(digest="0" * 64)
+    assert "compares plans for the machine 'v100'" in refuse(hardware="v100")
+    assert "run `elbowroom compare` again" in refuse(digest=None)
+    entry = document["entries"][0]
+    for changed in ({"step_seconds": -1.0}, {"step_seconds": float("inf")}, {"step_seconds": float("nan")},
+                    {"peak_bytes": -1}, {"peak_bytes": float("inf")}, {"peak_bytes": []}):  # fmt: skip
+        said = refuse(entries=[{**entry, "plan": {**entry["plan"], **changed}}])
+        assert "was not written by `elbowroom compare --output`" in said
+    assert "was not written by" in refuse(manages="nothing") and "was not written by" in refuse(entries=[1])
+    assert "cannot read" in fail("view", *given, "--front", tmp_path, *out)
+    assert "cannot read" in fail("view", *given, "--front", tmp_path / "none.json", *out)
+    for text in ("[" * 100_000, "[]", "nonsense"):
+        front.write_text(text)
+        assert "was not written by" in fail("view", *given, "--front", front, *out)
+
+
+def test_bounds_hold_for_plans_of_a_front_that_move_state(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    given = (folder / "trace.json", "--costs", folder / "costs.json")
+    front = tmp_path / "front.json"
+    succeed("compare", *given, "--budgets", "30%peak,60%peak", "--strategies", "auto", "--manages", "everything",
+            "-o", front)  # fmt: skip
+    succeed("view", *given, "--bounds", 4, "--front", front, "-o", tmp_path / "page.html")
+    found = read_data(tmp_path / "page.html")["front"]
+    smallest = json.loads(front.read_text())["smallest_budget_bytes"]
+    assert found["bounds"][0][0] == smallest <= min(peak for peak, *_ in found["plans"])
+
+
 def test_no_command_writes_over_what_it_reads(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     named = {each.name: tmp_path / each.name for each in folder.iterdir()}
     for name, path in named.items():
@@ -241,6 +280,12 @@ def test_misuse_is_explained(folder: pathlib.Path, tmp_path: pathlib.Path) -> No
     assert "leave out --trace" in fail("view", folder / "trace.json", *costs, *out)
     assert "belong to --trace" in fail("view", folder / "run.json", "--plan", folder / "plan.json", *out)
     assert "--format perfetto" in fail("view", folder / "run.json", "--front", "x", "--format", "perfetto", *out)
+    assert "--bounds belongs to the page" in fail(
+        "view", folder / "run.json", "--bounds", 3, "--format", "perfetto", *out
+    )
+    for command in (("report", folder / "run.json"), ("view", folder / "run.json", "--bounds", 0, *out)):
+        assert "--hardware belongs to --trace" in fail(*command, "--hardware", "v100")
+    assert "--costs belongs to --trace" in fail("report", folder / "run.json", "--costs", folder / "costs.json")
     (tmp_path / "other.json").write_text("{}")
     assert "compare" in fail("view", folder / "run.json", "--bounds", 0, "--front", tmp_path / "other.json", *out)
     for other in (tmp_path / "other.json", folder / "plan.json"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from elbowroom._folders import check_writable, replacing
+from elbowroom._folders import replacing
 from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, Layout
 from elbowroom.planner.comparison.batches import Batches
@@ -29,10 +29,10 @@ _MARKERS = "osD^vP<>Xhp"
 
 
 def check_picture(path: Path | None) -> None:
-    """Check early that a picture can be written.
+    """Check early that a picture can be drawn, of a format that its suffix names.
 
     Raises:
-        UsageError: matplotlib is not installed, the suffix is not one of `ENDINGS`, or the folder is not writable.
+        UsageError: matplotlib is not installed, or the suffix is not one of `ENDINGS`.
     """
     if path is None:
         return
@@ -40,7 +40,6 @@ def check_picture(path: Path | None) -> None:
         raise UsageError(f"--picture: {path} must end in one of {', '.join(ENDINGS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--picture needs matplotlib, which is not installed; run: pip install 'elbowroom[pictures]'")
-    check_writable(path)
 
 
 def draw_front(comparison: Comparison, path: Path) -> None:

@@ -25,6 +25,20 @@ if TYPE_CHECKING:
 THIS_MACHINE = "this"
 
 
+def check_belongs(owner: str, hardware: str, costs_file: pathlib.Path | None) -> None:
+    """Check that no costs are chosen where none are asked for.
+
+    Args:
+        owner: the option that is missing, with which they would be.
+
+    Raises:
+        UsageError: `--hardware` or `--costs` is given.
+    """
+    for option, is_given in (("--costs", costs_file is not None), ("--hardware", hardware != THIS_MACHINE)):
+        if is_given:
+            raise UsageError(f"{option} belongs to {owner}: leave it out, or add {owner}")
+
+
 def find_trace(terminal: Terminal, source: str, options: Mapping[str, Any]) -> Trace:
     """Load a trace from a file, or capture it from a workload.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elbowroom.cli.journal_files import load_journal
-from elbowroom.cli.sources import find_costs, load_plan, load_trace
+from elbowroom.cli.sources import check_belongs, find_costs, load_plan, load_trace
 from elbowroom.cli.terminal import Terminal
 from elbowroom.errors import TraceError, UsageError
 from elbowroom.ir import files
@@ -23,6 +25,7 @@ from elbowroom.ir.timeline import Activity
 from elbowroom.ir.trace import Trace
 
 if TYPE_CHECKING:
+    from elbowroom.planner.options import Manages
     from elbowroom.report.page.content import PlanPoint
 
 _HEAD_CHARS = 4096
@@ -89,6 +92,7 @@ def load_step(
         )
     if plan_file is not None or costs_file is not None:
         raise UsageError(f"{path} has its own plan and costs: --plan and --costs belong to --trace")
+    check_belongs("--trace", hardware, costs_file)
     return StepFiles(
         trace=found.trace,
         costs=found.costs,
@@ -137,28 +141,64 @@ def load_run_step(path: Path) -> RunStep | None:
     return step
 
 
-def load_front(path: Path) -> tuple[PlanPoint, ...]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """Plans of one step within several budgets.
+
+    Attributes:
+        manages: storages that they may move.
+    """
+
+    manages: Manages
+    plans: tuple[PlanPoint, ...]
+
+
+def load_front(path: Path, step: StepFiles) -> Front:
     """Load the plans of a comparison that fit their budget.
 
     Raises:
-        UsageError: there is no such file.
-        TraceError: it was not written by `elbowroom compare`.
+        UsageError: there is no such file, or it cannot be read.
+        TraceError: it was not written by `elbowroom compare`, or is for another trace or machine than the step's.
     """
-    import json
+    from elbowroom.planner.options import Manages
 
+    text = "".join(read_text(path))
+    try:
+        document = json.loads(text)
+        manages = Manages(document["manages"])
+        plans = tuple(_read_point(entry) for entry in document["entries"] if entry["plan"] is not None)
+        hardware = str(document["hardware"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise TraceError(f"{path} was not written by `elbowroom compare --output`") from error
+    trace_digest, own_digest = document.get("digest"), step.costs.trace_digest
+    if not isinstance(trace_digest, str):
+        raise TraceError(
+            f"{path} does not say which trace it is for, as files of older versions: run `elbowroom compare` again"
+        )
+    if trace_digest != own_digest:
+        raise TraceError(f"{path} compares plans for trace {trace_digest[:12]}, but this is {own_digest[:12]}")
+    if hardware != step.costs.profile_name:
+        raise TraceError(
+            f"{path} compares plans for the machine {hardware!r}, but the costs of this step are those of "
+            f"{step.costs.profile_name!r}"
+        )
+    return Front(manages=manages, plans=plans)
+
+
+def _read_point(entry: Any) -> PlanPoint:
+    """Return one plan of a comparison.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not as `elbowroom compare` writes it.
+    """
     from elbowroom.report.page.content import PlanPoint
 
-    try:
-        document = json.loads("".join(read_text(path)))
-        return tuple(
-            PlanPoint(
-                strategy=str(entry["strategy"]),
-                budget_bytes=int(entry["budget_bytes"]),
-                peak_bytes=int(entry["plan"]["peak_bytes"]),
-                step_seconds=float(entry["plan"]["step_seconds"]),
-            )
-            for entry in document["entries"]
-            if entry["plan"] is not None
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{path} was not written by `elbowroom compare --output`") from error
+    point = PlanPoint(
+        strategy=str(entry["strategy"]),
+        budget_bytes=int(entry["budget_bytes"]),
+        peak_bytes=int(entry["plan"]["peak_bytes"]),
+        step_seconds=float(entry["plan"]["step_seconds"]),
+    )
+    if min(point.budget_bytes, point.peak_bytes, point.step_seconds) < 0 or not math.isfinite(point.step_seconds):
+        raise ValueError("a number of bytes or seconds is negative or infinite")
+    return point

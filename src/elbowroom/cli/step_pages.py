@@ -12,6 +12,7 @@ from elbowroom.cli.terminal import Terminal
 from elbowroom.units import format_bytes
 
 if TYPE_CHECKING:
+    from elbowroom.planner.options import Manages
     from elbowroom.planner.problem import Problem
     from elbowroom.report.page.content import PlanPoint
 
@@ -53,6 +54,7 @@ def make_page(
     Raises:
         UsageError, TraceError: see `step_files.load_front`.
     """
+    from elbowroom.planner.options import Manages
     from elbowroom.report.page.content import PageContent
     from elbowroom.report.page.html import render_page
     from elbowroom.report.step_view import view_step
@@ -61,15 +63,19 @@ def make_page(
     request = request or FrontRequest()
     prepared = PreparedTrace(step.trace, step.costs, host_bytes=host_bytes)
     plain = view_step(prepared)
-    front = () if request.file is None else load_front(request.file)
-    others = _OtherBudgets(terminal, step, plain.forecast.peak_bytes, host_bytes)
+    front = None if request.file is None else load_front(request.file, step)
+    moves_state = (step.plan is not None and bool(step.plan.state)) or (
+        front is not None and front.manages is Manages.EVERYTHING
+    )
+    manages = Manages.EVERYTHING if moves_state else Manages.ACTIVATIONS  # so that bounds hold for all plans shown
+    others = _OtherBudgets(terminal, step, plain.forecast.peak_bytes, host_bytes, manages)
     content = PageContent(
         planned=view_step(prepared, step.plan),
         plain=plain,
         budget_bytes=step.budget_bytes,
         journal=step.journal,
         bounds=others.find_bounds(request.bounds),
-        front=(*front, *others.make_plans(request.plans)),
+        front=(*(() if front is None else front.plans), *others.make_plans(request.plans)),
         measured=step.activities,
     )
     return render_page(content).encode()
@@ -78,14 +84,14 @@ def make_page(
 class _OtherBudgets:
     """Bounds and plans of one step within budgets from the smallest that works to the plain peak."""
 
-    def __init__(self, terminal: Terminal, step: StepFiles, plain_bytes: int, host_bytes: int | None) -> None:
-        from elbowroom.planner.options import Manages
-
+    def __init__(
+        self, terminal: Terminal, step: StepFiles, plain_bytes: int, host_bytes: int | None, manages: Manages
+    ) -> None:
         self._terminal = terminal
         self._step = step
         self._plain_bytes = plain_bytes
         self._host_bytes = host_bytes
-        self._manages = Manages.EVERYTHING if step.plan is not None and step.plan.state else Manages.ACTIVATIONS
+        self._manages = manages
 
     def find_bounds(self, count: int) -> tuple[tuple[int, float], ...]:
         """Return budgets, and the step time that no plan within each can beat."""

@@ -94,8 +94,8 @@ def compare_strategies(
     from elbowroom.simulator.simulate import simulate
 
     with open_terminal(as_json) as terminal:
-        check_writable(output, inputs=(source, costs_file))
         check_picture(picture)
+        check_writable(output, picture, inputs=(source, costs_file))
         # Check the arguments before anything is captured or measured.
         read_budgets(budgets, device_bytes=1 << 40, peak_bytes=1 << 40)
         managed, sliceable = find_managed("auto", manages), find_slices(slices)
@@ -110,6 +110,7 @@ def compare_strategies(
         problem = pose(trace, costs, 1, manages=managed)
         comparison = Comparison(
             name=trace.name,
+            trace_digest=costs.trace_digest,
             profile_name=costs.profile_name,
             plain_peak_bytes=plain.peak_bytes,
             plain_seconds=plain.step_seconds,
@@ -255,6 +256,7 @@ def list_fields(comparison: Comparison) -> dict[str, Any]:
     front = find_front(comparison.entries)
     return {
         "name": comparison.name,
+        "digest": comparison.trace_digest,
         "hardware": comparison.profile_name,
         "plain_peak_bytes": comparison.plain_peak_bytes,
         "plain_step_seconds": comparison.plain_seconds,

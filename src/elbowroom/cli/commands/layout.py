@@ -12,7 +12,7 @@ from elbowroom._family import get
 from elbowroom._folders import check_writable
 from elbowroom.cli.parameters import CostsFile, Hardware, Json, Output, Picture
 from elbowroom.cli.pictures import check_picture, draw_layout
-from elbowroom.cli.sources import find_costs, load_plan, load_trace, read_amount
+from elbowroom.cli.sources import check_belongs, find_costs, load_plan, load_trace, read_amount
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.errors import UsageError
 from elbowroom.ir.buffers import Buffer, Layout
@@ -70,12 +70,15 @@ def show_layout(
 
     with open_terminal(as_json) as terminal:
         check_picture(picture)
-        check_writable(output, inputs=(source, plan_file, costs_file))
+        check_writable(output, picture, inputs=(source, plan_file, costs_file))
         get(allocators, allocator, "assign")
         capacity_bytes = None if capacity is None else read_amount("--capacity", capacity)
         if plan_file is None:
+            check_belongs("--plan", hardware, costs_file)
             buffers = load_buffers(source, pinned)
         else:
+            if pinned:
+                raise UsageError("--pinned keeps the offsets of a table, and a plan has none: leave it out")
             buffers = list_planned(terminal, source, plan_file, hardware, costs_file)
         with terminal.progress(f"laying out {len(buffers)} buffers"):
             begin = time.perf_counter()
@@ -100,7 +103,7 @@ def load_buffers(source: Path, is_pinned: bool = False) -> tuple[Buffer, ...]:
     """Load the buffers of a table or of a trace.
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: there is no such file, or it has no offsets to keep.
         TraceError: it is damaged; names the line or the place.
     """
     from elbowroom.layout.lifetimes import list_buffers
@@ -108,6 +111,8 @@ def load_buffers(source: Path, is_pinned: bool = False) -> tuple[Buffer, ...]:
 
     if source.suffix.lower() == ".csv":
         return read_buffers(source, is_pinned=is_pinned)
+    if is_pinned:
+        raise UsageError(f"--pinned keeps the offsets of a table, and {source} is a trace: leave it out")
     return list_buffers(load_trace(source))
 
 

@@ -82,8 +82,8 @@ def find_max_batch(
     from elbowroom.planner.problem import find_slices
 
     with open_terminal(as_json) as terminal:
-        check_writable(output)
         check_picture(picture)
+        check_writable(output, picture)
         managed = find_managed(strategy, manages)
         find_strategy(strategy, managed)
         sliceable = find_slices(slices)

@@ -11,7 +11,7 @@ import typer
 from elbowroom._folders import check_writable
 from elbowroom.cli.journal_files import load_journal
 from elbowroom.cli.parameters import CostsFile, Hardware, Json
-from elbowroom.cli.sources import find_costs, load_plan, load_trace
+from elbowroom.cli.sources import check_belongs, find_costs, load_plan, load_trace
 from elbowroom.cli.step_files import load_run_step
 from elbowroom.cli.terminal import Terminal, open_terminal
 from elbowroom.errors import UsageError
@@ -67,6 +67,8 @@ def render_report(
 
     with open_terminal(as_json) as terminal:
         check_table(by, depth)
+        if trace_file is None:
+            check_belongs("--trace", hardware, costs_file)
         check_writable(html, inputs=(*journals, trace_file, plan_file, costs_file))
         read = [(path, *load_journal(path)) for path in journals]
         if trace_file is not None or plan_file is not None:

@@ -68,6 +68,8 @@ def share_device(
     with open_terminal(as_json) as terminal:
         if not 0 < quantum < float("inf") or not 0 < heartbeat < float("inf"):
             raise UsageError("--quantum and --heartbeat are seconds above 0")
+        if end_silent is not None and not heartbeat <= end_silent < float("inf"):
+            raise UsageError(f"--end-silent is at least the {heartbeat:g} s of --heartbeat, and finite")
         if simulate is not None:
             _simulate(terminal, simulate, memory, policy, quantum)
             return

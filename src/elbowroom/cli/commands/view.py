@@ -54,8 +54,12 @@ def view(
         Path | None, typer.Option("--front", help="Plans for other budgets, from `elbowroom compare --output`.")
     ] = None,
     bounds: Annotated[
-        int, typer.Option("--bounds", min=0, help="Budgets for which the page shows the lower bound of the step time.")
-    ] = BOUNDS,
+        int | None,
+        typer.Option(
+            "--bounds", min=0, help=f"Budgets for which the page shows the lower bound of the step time; {BOUNDS} if "
+            "not given.",
+        ),
+    ] = None,
     plans: Annotated[
         int,
         typer.Option(
@@ -70,14 +74,15 @@ def view(
     """
     with open_terminal(as_json) as terminal:
         check_writable(output, inputs=(file, trace_file, plan_file, costs_file, front_file))
-        if (front_file is not None or plans) and written_format is not Format.HTML:
-            option = "--plans" if plans else "--front"
-            raise UsageError(f"{option} belongs to the page: leave it out, or --format {written_format}")
+        given = (("--plans", plans > 0), ("--front", front_file is not None), ("--bounds", bounds is not None))
+        of_page = [option for option, is_given in given if is_given]
+        if of_page and written_format is not Format.HTML:
+            raise UsageError(f"{of_page[0]} belongs to the page: leave it out, or --format {written_format}")
         step = load_step(
             terminal, file, trace_file=trace_file, plan_file=plan_file, hardware=hardware, costs_file=costs_file
         )
         host_bytes = step.host_bytes if host_memory is None else read_host_memory(host_memory)
-        request = FrontRequest(file=front_file, plans=plans, bounds=bounds)
+        request = FrontRequest(file=front_file, plans=plans, bounds=BOUNDS if bounds is None else bounds)
         content = _write(terminal, step, host_bytes, written_format, request)
         write_bytes(output, content)
         terminal.show_text(f"{step.trace.name}: {format_bytes(len(content))} written to {output}")

@@ -95,6 +95,7 @@ class Comparison:
 
     Attributes:
         name: of the captured step.
+        trace_digest: of its trace.
         profile_name: of the machine.
         plain_peak_bytes, plain_seconds: of the step without a plan.
         smallest_bytes: the smallest budget that works if ops run as a whole.
@@ -104,6 +105,7 @@ class Comparison:
     """
 
     name: str
+    trace_digest: str
     profile_name: str
     plain_peak_bytes: int
     plain_seconds: float
