@@ -246,7 +246,9 @@ def test_one_file_is_not_for_two_results(trace: pathlib.Path, tmp_path: pathlib.
     both = ("--picture", tmp_path / "both.svg", "-o", tmp_path / "." / "both.svg")
     for command in (("compare", trace, "--hardware", "v100"), ("max-batch", "torchvision:resnet18"), ("layout", trace)):
         assert "it is given for two results" in fail(MISUSED, *command, *both)
-    assert "one of the files that are read" in fail(MISUSED, "layout", tmp_path / "a.svg", "--picture", tmp_path / "a.svg")
+    assert "one of the files that are read" in fail(
+        MISUSED, "layout", tmp_path / "a.svg", "--picture", tmp_path / "a.svg"
+    )
     assert not (tmp_path / "both.svg").exists()
 
 
