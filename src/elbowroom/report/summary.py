@@ -91,12 +91,9 @@ def summarize(
         *_describe_slices(sliced, inexact),
     ]
     plain = Lifetimes(trace).count_plain(costs) if trace is not None and costs is not None else []
-    plain_seconds = 0.0
-    if trace is not None and costs is not None and forecast is not None:
-        plain_seconds = simulate(trace, costs, make_plain(costs)).step_seconds
     steady = find_steady(journal)
     if steady is not None or forecast is not None:
-        lines += ["", *_compare(bound_seconds, steady, plan, forecast, plain, plain_seconds)]
+        lines += ["", *_compare(bound_seconds, steady, trace, costs, plan, forecast, plain)]
     lines += _describe_budget(budget_bytes, journal)
     if trace is not None and costs is not None and forecast is not None and forecast.live_bytes:
         lines += _draw_bytes(trace, costs, forecast, budget_bytes, plain)
@@ -214,10 +211,11 @@ def _describe_slices(sliced: Mapping[str, int], inexact: Collection[str]) -> lis
 def _compare(
     bound_seconds: float,
     steady: Steady | None,
+    trace: Trace | None,
+    costs: Costs | None,
     plan: Plan | None,
     forecast: Forecast | None,
     plain: Sequence[int],
-    plain_seconds: float,
 ) -> list[str]:
     """Return rows of figures: of a step in which everything stays but ops are watched, of the plan, and measured."""
     rows = [("", "all kept", "forecast", "measured", "")]
@@ -227,6 +225,9 @@ def _compare(
     rows.append(("peak", _bytes(plain_peak), _bytes(peak), _bytes(measured_peak), share))
     if steady is not None and steady.resident_bytes:
         rows.append(("resident memory", "", "", _bytes(steady.resident_bytes), "all of the process"))
+    plain_seconds = 0.0
+    if trace is not None and costs is not None and forecast is not None:
+        plain_seconds = simulate(trace, costs, make_plain(costs)).step_seconds
     rows.append(
         ("step", _seconds(plain_seconds), _seconds(0 if forecast is None else forecast.step_seconds),
          _seconds(0 if steady is None else steady.seconds), _describe_timing(steady))
