@@ -55,6 +55,14 @@ def what_is_there_stays() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def small_hosts() -> Iterator[None]:
+    """A disk may follow hosts as small as the steps of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elbowroom.cost.transfers.LEAST_PIECE_BYTES", 1)
+        yield
+
+
 @functools.cache
 def _why_no_cuda() -> str:
     import torch

@@ -22,9 +22,9 @@ from elbowroom.errors import DeviceFull
 from elbowroom.hooks.storage_ids import get_address
 from elbowroom.native import library
 from elbowroom.runtime.compute_streams import StreamNumbers
+from elbowroom.runtime.factory import open_spill_behind
 from elbowroom.runtime.stream_transfers import StreamTransfers
 from elbowroom.runtime.streams import StreamEvent
-from elbowroom.tiers.disk import SpillFile
 from elbowroom.tiers.pinned import HostSlabs, SlabBlock
 from tests.device_ledger import DeviceLedger, use_device_ledger
 from tests.fake_streams import FakeEvent, Pageable
@@ -121,8 +121,8 @@ def use_fake_card(monkeypatch: pytest.MonkeyPatch, schedule: str = "late") -> li
     """Let rooms on the CPU count and move as on a card. Returns their ledgers, the latest last."""
 
     def open_transfers(device: torch.device, spill_folder: str | None, host_bytes: int | None) -> StreamTransfers:
-        host = HostSlabs(host_bytes or HOST_BYTES, pinning=Pageable())
-        return StreamTransfers(RoomStreams(schedule), host, SpillFile(spill_folder))
+        host = HostSlabs(HOST_BYTES if host_bytes is None else host_bytes, pinning=Pageable())
+        return StreamTransfers(RoomStreams(schedule), host, open_spill_behind(host.capacity_bytes, spill_folder))
 
     monkeypatch.setattr("elbowroom.room.open_transfers", open_transfers)
     monkeypatch.setattr("elbowroom.tiers.pinned._new_memory", _allocate_host)

@@ -200,6 +200,18 @@ def test_bits_and_budget(
         assert records[-1].mode is Mode.PLANNED, told
 
 
+def test_a_card_without_host_memory_computes_again(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget_bytes = find_budget("gpt2", 0.5, profile)
+    plain, _ = train("gpt2", None, profile)
+    use_fake_card(monkeypatch)
+    ours, room = train("gpt2", budget_bytes, profile, host_bytes=0, manages="activations")
+    assert room is not None
+    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+    records = room.journal().steps
+    assert max(each.peak_bytes or 0 for each in records) <= budget_bytes
+    assert records[-1].recomputed and not any(each.offloaded_bytes for each in records)
+
+
 def test_a_step_is_planned_again_where_the_program_holds_more(
     profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elbowroom.cost.transfers import count_least_host_bytes
 from elbowroom.errors import InternalError, TierFull, TransferFailed, UsageError
+from elbowroom.runtime.factory import open_spill_behind
 from elbowroom.runtime.stream_transfers import StreamCopy, StreamTransfers
 from elbowroom.runtime.transfers import Copy
 from elbowroom.tiers.disk import SpillFile
@@ -363,3 +365,30 @@ def test_only_storages_of_the_right_device_are_moved() -> None:
     with pytest.raises(UsageError, match="meta"):
         transfers.offload(torch.empty(8, device="meta").untyped_storage())
     assert transfers.offloaded_bytes == 0
+
+
+def test_no_copy_goes_to_the_disk_through_too_little_host_memory(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    least_bytes = count_least_host_bytes()
+    assert open_spill_behind(least_bytes - 1, str(tmp_path)) is None
+    assert "2.0 MiB of host memory, and host_bytes=2097151 allows less" in caplog.text
+    streams = FakeStreams(0)
+    transfers = StreamTransfers(streams, HostSlabs(0, pinning=streams), open_spill_behind(0, str(tmp_path)))
+    with pytest.raises(TierFull):
+        transfers.offload(torch.zeros(100).untyped_storage())
+    transfers.close()
+    spill = open_spill_behind(least_bytes, str(tmp_path))
+    transfers = StreamTransfers(streams, HostSlabs(least_bytes, pinning=streams), spill)
+    source = streams.allocate(1 << 16)
+    streams.write(source, 1)
+    copy = transfers.offload(source)
+    assert copy.block is None and transfers._staging is not None
+    assert transfers._staging.piece_bytes == least_bytes // 2
+    back = transfers.reload(copy)
+    transfers.finish(copy)
+    streams.check(back, 1, "what was reloaded")
+    transfers.discard(copy)
+    transfers.close()
+    streams.drain()
+    assert streams.violations == []

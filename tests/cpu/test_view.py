@@ -286,6 +286,11 @@ def test_misuse_is_explained(folder: pathlib.Path, tmp_path: pathlib.Path) -> No
     for command in (("report", folder / "run.json"), ("view", folder / "run.json", "--bounds", 0, *out)):
         assert "--hardware belongs to --trace" in fail(*command, "--hardware", "v100")
     assert "--costs belongs to --trace" in fail("report", folder / "run.json", "--costs", folder / "costs.json")
+    planned = (folder / "trace.json", "--costs", folder / "costs.json", "--plan", folder / "plan.json")
+    for more in ((), ("--format", "perfetto")):
+        assert "--host-memory: the plan puts" in fail("view", *planned, "--host-memory", "1KiB", *more, *out)
+    given = (folder / "trace.json", folder / "plan.json", "--costs", folder / "costs.json")
+    assert "--host-memory: the plan puts" in fail("simulate", *given, "--host-memory", 0)
     (tmp_path / "other.json").write_text("{}")
     assert "compare" in fail("view", folder / "run.json", "--bounds", 0, "--front", tmp_path / "other.json", *out)
     for other in (tmp_path / "other.json", folder / "plan.json"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import pathlib
 import pickle
 from typing import Any
 
@@ -28,8 +29,9 @@ from elbowroom.hardware.shipped import load_shipped
 from elbowroom.ir import updates
 from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
-from elbowroom.ir.files import load
+from elbowroom.ir.files import load, save
 from elbowroom.ir.forecast import Forecast
+from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.trace import Op, Trace
 from elbowroom.planner.options import list_options
 from elbowroom.planner.problem import list_strategies, plan, pose
@@ -386,3 +388,12 @@ def test_the_refusal_that_needs_least_is_kept() -> None:
 def test_a_full_tier_says_if_what_is_free_is_in_pieces() -> None:
     assert "1.0 KiB are free. Make" in str(TierFull("the file", 2048, 1024, "Make room."))
     assert "4.0 KiB are free, in smaller pieces. Make" in str(TierFull("the file", 2048, 4096, "Make room."))
+
+
+@pytest.mark.parametrize("latency", ["out_latency_seconds", "back_latency_seconds"])
+def test_a_latency_that_no_link_has(tmp_path: pathlib.Path, latency: str) -> None:
+    profile = load_shipped("v100")
+    link = dataclasses.replace(profile.links[0], **{latency: 1e308})
+    save(dataclasses.replace(profile, links=(link, *profile.links[1:])), tmp_path / "profile.json")
+    with pytest.raises(TraceError, match=r"links\[0\] has a latency of 1e\+308 seconds"):
+        load(HardwareProfile, tmp_path / "profile.json")

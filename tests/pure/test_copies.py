@@ -26,6 +26,8 @@ from elbowroom.simulator.planned import PreparedTrace
 from elbowroom.simulator.simulate import simulate
 from tests.generators import KIB, Program, example, jobs, keep_everything, make_costs
 
+pytestmark = pytest.mark.usefixtures("small_hosts")
+
 STRATEGIES = ("offload_all", "tvdnn_heuristic", "vdnn", "autoswap", "capuchin", "recompute_all")
 MOST_OVER = 1.02
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from elbowroom.cost.transfers import count_least_host_bytes
 from elbowroom.errors import Infeasible
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.trace import Trace
@@ -18,6 +19,8 @@ from elbowroom.simulator.host_overflow import find_overflow
 from elbowroom.simulator.planned import PreparedTrace
 from elbowroom.simulator.simulate import simulate
 from tests.generators import KIB, jobs, make_costs, make_link, make_residual_net
+
+pytestmark = pytest.mark.usefixtures("small_hosts")
 
 QUICK = "effort=0.02"
 """Guarantees that hold by construction hold for any search effort."""
@@ -65,7 +68,7 @@ def test_a_disk_behind_a_host_is_never_slower_than_that_host(
 ) -> None:
     trace, costs = job
     budget, below_bytes = place_between(job, share)
-    host_bytes = int(host_share * below_bytes)
+    host_bytes = max(count_least_host_bytes(), int(host_share * below_bytes))
     overflow = find_overflow(costs, host_bytes)
     assert overflow is not None
     with_disk = seconds_within(trace, costs, budget, f"auto:{QUICK}", host_bytes)
@@ -91,7 +94,7 @@ def test_a_plan_with_host_bytes_takes_the_same_time_with_a_larger_host(
 ) -> None:
     trace, costs = job
     _, below_bytes = place_between(job, 0.0)
-    less, more = sorted(int(each * below_bytes) for each in hosts)
+    less, more = sorted(max(count_least_host_bytes(), int(each * below_bytes)) for each in hosts)
     made = plan(trace, costs, place_between(job, 0.3)[0], strategy="offload_all", min_offload_bytes=1)
     limited = dataclasses.replace(made, host_bytes=less)
     expected = simulate(trace, costs, made, host_bytes=less)

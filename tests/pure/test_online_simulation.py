@@ -22,6 +22,8 @@ from elbowroom.simulator.online import simulate_policy
 from elbowroom.simulator.simulate import simulate
 from tests.generators import jobs, keep_everything, make_costs, make_link, make_residual_net
 
+pytestmark = pytest.mark.usefixtures("small_hosts")
+
 TRACE = make_residual_net(8, 1 << 20)
 COSTS = make_costs(TRACE, op_seconds=1e-3, link=make_link(per_second=1e9))
 PROBLEM = pose(TRACE, COSTS, 1)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 
+from elbowroom.cost.transfers import count_least_host_bytes
 from elbowroom.errors import Infeasible, TraceError, UnknownMember
 from elbowroom.ir.check import check
 from elbowroom.ir.costs import Costs
@@ -171,3 +172,20 @@ def test_a_plan_depends_on_its_input_alone(job: tuple[Trace, Costs]) -> None:
     renamed = dataclasses.replace(trace, name="another name")
     assert plan(renamed, costs, budget_bytes, min_offload_bytes=1) == made
     assert list(made.decisions) == sorted(made.decisions, key=lambda each: (each.storage, each.gap))
+
+
+def test_a_host_too_small_to_stage_copies_has_no_disk_behind_it() -> None:
+    trace = make_chain([4 << 20] * 6)
+    costs = dataclasses.replace(make_costs(trace, link=make_link()), further_links=(make_link(per_second=1e9),))
+    budget_bytes = simulate(trace, costs, keep_everything(costs)).peak_bytes * 2 // 3
+    least_bytes = count_least_host_bytes()
+    for host_bytes in (0, 1, 1024, least_bytes - 1):
+        with pytest.raises(Infeasible) as caught:
+            plan(trace, costs, budget_bytes, strategy="offload_all", host_bytes=host_bytes)
+        assert caught.value.needed_host_bytes == least_bytes
+        assert simulate(trace, costs, plan(trace, costs, budget_bytes, host_bytes=host_bytes)).offloaded_bytes == 0
+    made = plan(trace, costs, budget_bytes, strategy="offload_all", host_bytes=least_bytes)
+    forecast = simulate(trace, costs, made, host_bytes=least_bytes)
+    assert forecast.lower_tier_bytes == 0 < forecast.disk_bytes
+    by_hand = 3 * (forecast.offloaded_bytes + forecast.reloaded_bytes) / 1e9  # link and disk, and their latencies
+    assert forecast.step_seconds < costs.plain_seconds + by_hand

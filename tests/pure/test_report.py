@@ -115,6 +115,16 @@ def test_a_planned_step_shows_forecast_beside_measured() -> None:
     assert all(len(line) <= 140 and line == line.rstrip() for line in page.splitlines())
 
 
+def test_a_step_in_which_all_is_kept_takes_as_long_as_its_forecast() -> None:
+    trace, costs = generators.example()
+    costs = dataclasses.replace(costs, hook_seconds=sum(costs.op_seconds) / len(trace.saves))
+    keep = generators.keep_everything(costs)
+    forecast = simulate(trace, costs, keep)
+    page = summarize(budget_bytes=1 << 40, journal=EMPTY, trace=trace, costs=costs, plan=keep, forecast=forecast)
+    row = next(line for line in page.splitlines() if line.startswith("step "))
+    assert row.count(format_seconds(forecast.step_seconds)) == 2
+
+
 def test_nothing_known_yet() -> None:
     page = summarize(budget_bytes=1 << 30, journal=EMPTY, trace=None, costs=None, plan=None, forecast=None)
     assert "within 1.00 GiB" in page

@@ -22,6 +22,8 @@ from elbowroom.simulator.simulate import simulate
 from tests.generators import Program, jobs, keep_everything, make_chain, make_costs, make_link
 from tests.oracles import count_live_bytes
 
+pytestmark = pytest.mark.usefixtures("small_hosts")
+
 
 def make_step() -> Trace:
     """Two storages saved, other work, and both needed again, the second first.

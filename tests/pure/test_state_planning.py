@@ -20,6 +20,8 @@ from elbowroom.planner.problem import list_strategies, make_lowest, pose
 from elbowroom.planner.state.retiming import Retimer
 from tests.generators import KIB, Layer, Optimizer, cyclic_steps, make_costs, make_link, make_trace
 
+pytestmark = pytest.mark.usefixtures("small_hosts")
+
 EFFORT = "auto:effort=0.02"
 
 

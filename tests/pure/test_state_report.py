@@ -20,6 +20,8 @@ from tests.generators import KIB, cyclic_steps, keep_everything, make_costs, mak
 from tests.pure.test_state_planning import EFFORT, make_model
 from tests.pure.test_state_simulation import draw_state
 
+pytestmark = pytest.mark.usefixtures("small_hosts")
+
 
 @given(some.data(), cyclic_steps())
 @settings(max_examples=60, deadline=None)

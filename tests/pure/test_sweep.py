@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from elbowroom.cost.transfers import count_least_host_bytes
 from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.digest import digest
@@ -23,6 +24,8 @@ from elbowroom.simulator.compiled_loops.segments import CHOICES, KEEP, OFFLOAD, 
 from elbowroom.simulator.compiled_loops.sweep import sweep
 from elbowroom.simulator.compiled_loops.transit import make_sweep
 from tests.generators import example, jobs, make_link
+
+pytestmark = pytest.mark.usefixtures("small_hosts")
 
 
 def draw_choices(data: some.DataObject, count: int) -> Array:
@@ -108,7 +111,7 @@ def test_a_sweep_is_a_replay_where_copies_go_on_to_a_disk(
 ) -> None:
     trace, costs = job
     problem = pose(trace, costs, 1, min_offload_bytes=1)
-    host_bytes = int(problem.floor.lower_tier_bytes * host_share)
+    host_bytes = max(count_least_host_bytes(), int(problem.floor.lower_tier_bytes * host_share))
     problem = pose(trace, costs, int(problem.plain.peak_bytes * share), min_offload_bytes=1, host_bytes=host_bytes)
     assert problem.host_bytes is None  # it is no limit
     vectors = ChoiceVectorPlanner(problem)

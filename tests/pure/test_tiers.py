@@ -16,6 +16,8 @@ from elbowroom.planner.problem import list_strategies, plan, pose
 from elbowroom.simulator.simulate import simulate
 from tests.generators import example, jobs, make_link
 
+pytestmark = pytest.mark.usefixtures("small_hosts")
+
 SIMPLE = ("offload_all", "tvdnn_heuristic", "vdnn", "autoswap")
 
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from elbowroom.cli.terminal import Terminal
+from elbowroom.cost.transfers import count_least_host_bytes
 from elbowroom.errors import ElbowroomError, TraceError, UsageError
 from elbowroom.ir import files
 from elbowroom.ir.check import check, check_trace
 from elbowroom.ir.costs import Costs
+from elbowroom.ir.forecast import Forecast
 from elbowroom.ir.hardware import HardwareProfile
 from elbowroom.ir.plan import Plan
 from elbowroom.ir.trace import Trace
@@ -353,6 +355,19 @@ def save(value: object, path: pathlib.Path | None) -> str | None:
         return None
     files.save(value, path)
     return str(path)
+
+
+def check_host_memory(forecast: Forecast, host_bytes: int | None) -> None:
+    """Check that the tier below the device has room for the copies of a plan.
+
+    Raises:
+        UsageError: it has not, and no disk takes the rest.
+    """
+    if host_bytes is not None and forecast.lower_tier_bytes > host_bytes:
+        raise UsageError(
+            f"--host-memory: the plan puts {forecast.lower_tier_bytes} bytes into the tier below the device, which may "
+            f"hold {host_bytes}; a disk would take the rest only if it holds {count_least_host_bytes()}"
+        )
 
 
 def keep_all(costs: Costs, budget_bytes: int) -> Plan:

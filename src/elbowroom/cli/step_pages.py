@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elbowroom._folders import replacing
+from elbowroom.cli.sources import check_host_memory
 from elbowroom.cli.step_files import StepFiles, load_front
 from elbowroom.cli.terminal import Terminal
 from elbowroom.units import format_bytes
@@ -52,7 +53,7 @@ def make_page(
     """Return the page of a step.
 
     Raises:
-        UsageError, TraceError: see `step_files.load_front`.
+        UsageError, TraceError: see `step_files.load_front` and `sources.check_host_memory`.
     """
     from elbowroom.planner.options import Manages
     from elbowroom.report.page.content import PageContent
@@ -62,7 +63,8 @@ def make_page(
 
     request = request or FrontRequest()
     prepared = PreparedTrace(step.trace, step.costs, host_bytes=host_bytes)
-    plain = view_step(prepared)
+    plain, planned = view_step(prepared), view_step(prepared, step.plan)
+    check_host_memory(planned.forecast, host_bytes)
     front = None if request.file is None else load_front(request.file, step)
     moves_state = (step.plan is not None and bool(step.plan.state)) or (
         front is not None and front.manages is Manages.EVERYTHING
@@ -70,7 +72,7 @@ def make_page(
     manages = Manages.EVERYTHING if moves_state else Manages.ACTIVATIONS  # so that bounds hold for all plans shown
     others = _OtherBudgets(terminal, step, plain.forecast.peak_bytes, host_bytes, manages)
     content = PageContent(
-        planned=view_step(prepared, step.plan),
+        planned=planned,
         plain=plain,
         budget_bytes=step.budget_bytes,
         journal=step.journal,

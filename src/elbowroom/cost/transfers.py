@@ -8,13 +8,22 @@ from elbowroom.ir.hardware import Link
 STAGING_BYTES = 32 << 20
 """Host memory for staging copies to the disk: two halves, each large enough for full speed on any disk."""
 
+LEAST_PIECE_BYTES = 1 << 20
+"""Smallest staging half: with less, the latencies of link and disk take most of the time, in the end all of it."""
+
 
 def count_piece_bytes(host_bytes: int, staging_bytes: int = STAGING_BYTES) -> int:
-    """Return the bytes of a staging half; both halves take at most `staging_bytes` and a quarter of the host's memory.
+    """Return the bytes of a staging half; both halves take at most `staging_bytes` and a quarter of the host's memory,
+    but no half is smaller than LEAST_PIECE_BYTES.
 
     The disk works on one half while the device copies the other.
     """
-    return max(min(staging_bytes, host_bytes // 4) // 2, 1)
+    return max(min(staging_bytes, host_bytes // 4) // 2, min(LEAST_PIECE_BYTES, staging_bytes // 2))
+
+
+def count_least_host_bytes() -> int:
+    """Return the smallest host from which copies go on to the disk: it has room for both staging halves."""
+    return 2 * LEAST_PIECE_BYTES
 
 
 def offload_seconds(link: Link, nbytes: int) -> float:

@@ -40,6 +40,10 @@ def check_noun(value: object) -> None:
         _check_network(value)
 
 
+LONGEST_LATENCY_SECONDS = 3600.0
+"""Latency of a link beyond which a profile or costs are taken to be damaged; solvers cannot count with any number."""
+
+
 def _check_profile(profile: HardwareProfile) -> None:
     _require(profile.alignment_bytes > 0, f"alignment_bytes is {profile.alignment_bytes}")
     for index, rate in enumerate(profile.rates):
@@ -57,6 +61,8 @@ def _check_profile(profile: HardwareProfile) -> None:
 def _check_link(link: Link, place: str) -> None:
     for rate in (link.out_bytes_per_second, link.back_bytes_per_second):
         _require(0 < rate < math.inf, f"{place} moves {rate} bytes per second")
+    for latency in (link.out_latency_seconds, link.back_latency_seconds):
+        _require(latency <= LONGEST_LATENCY_SECONDS, f"{place} has a latency of {latency} seconds")
 
 
 def _check_network(network: Network) -> None:

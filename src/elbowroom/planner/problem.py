@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 from elbowroom._family import names
+from elbowroom.cost.transfers import count_least_host_bytes
 from elbowroom.errors import InternalError, UnknownMember
 from elbowroom.ir.arguments import check_amount, check_amounts, check_kinds
 from elbowroom.ir.check import check, check_trace
@@ -222,9 +223,10 @@ def _count_needed_below(problem: Problem, forecast: Forecast) -> int:
     """Return the bytes that the lower tier must hold: for this plan, or for the lowest peak if the limit is lower."""
     if problem.host_bytes is None or problem.floor.peak_bytes > problem.budget_bytes:
         return 0
-    if forecast.peak_bytes <= problem.budget_bytes:
-        return forecast.lower_tier_bytes
-    return problem.floor.lower_tier_bytes
+    nearest = forecast if forecast.peak_bytes <= problem.budget_bytes else problem.floor
+    if not problem.drafter.replay.costs.further_links:
+        return nearest.lower_tier_bytes
+    return min(nearest.lower_tier_bytes, count_least_host_bytes())  # the rest goes to the disk
 
 
 def list_strategies() -> tuple[str, ...]:

@@ -21,6 +21,8 @@ from elbowroom.report.columns import align, wrap
 from elbowroom.report.modules import tabulate_modules
 from elbowroom.report.state import count_state, tabulate_state
 from elbowroom.report.steady import Steady, count_modes, find_steady
+from elbowroom.report.step_view import make_plain
+from elbowroom.simulator.simulate import simulate
 from elbowroom.units import format_bytes, format_seconds
 
 MOST_HELD, MOST_AWAY = 9, 6
@@ -91,7 +93,7 @@ def summarize(
     plain = Lifetimes(trace).count_plain(costs) if trace is not None and costs is not None else []
     steady = find_steady(journal)
     if steady is not None or forecast is not None:
-        lines += ["", *_compare(bound_seconds, steady, costs, plan, forecast, plain)]
+        lines += ["", *_compare(bound_seconds, steady, trace, costs, plan, forecast, plain)]
     lines += _describe_budget(budget_bytes, journal)
     if trace is not None and costs is not None and forecast is not None and forecast.live_bytes:
         lines += _draw_bytes(trace, costs, forecast, budget_bytes, plain)
@@ -209,6 +211,7 @@ def _describe_slices(sliced: Mapping[str, int], inexact: Collection[str]) -> lis
 def _compare(
     bound_seconds: float,
     steady: Steady | None,
+    trace: Trace | None,
     costs: Costs | None,
     plan: Plan | None,
     forecast: Forecast | None,
@@ -223,8 +226,8 @@ def _compare(
     if steady is not None and steady.resident_bytes:
         rows.append(("resident memory", "", "", _bytes(steady.resident_bytes), "all of the process"))
     plain_seconds = 0.0
-    if costs is not None and forecast is not None:
-        plain_seconds = costs.plain_seconds
+    if trace is not None and costs is not None and forecast is not None:
+        plain_seconds = simulate(trace, costs, make_plain(costs)).step_seconds
     rows.append(
         ("step", _seconds(plain_seconds), _seconds(0 if forecast is None else forecast.step_seconds),
          _seconds(0 if steady is None else steady.seconds), _describe_timing(steady))

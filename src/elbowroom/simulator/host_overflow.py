@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elbowroom.cost.transfers import count_piece_bytes
+from elbowroom.cost.transfers import count_least_host_bytes, count_piece_bytes
 from elbowroom.ir.costs import Costs
 from elbowroom.ir.hardware import Link
 
@@ -35,21 +35,24 @@ class Overflow:
 
 
 def find_overflow(costs: Costs, host_bytes: int | None) -> Overflow | None:
-    """Return the treatment of copies beyond `host_bytes`; None without such a limit, or without a disk."""
-    if host_bytes is None or not costs.further_links:
+    """Return the treatment of copies beyond `host_bytes`; None without such a limit, or without a disk.
+
+    A host that is too small to stage copies has no disk behind it: `host_bytes` limits all copies then.
+    """
+    if host_bytes is None or not costs.further_links or host_bytes < count_least_host_bytes():
         return None
     piece_bytes = count_piece_bytes(host_bytes)
     return Overflow(
         disk=costs.further_links[0],
         host_bytes=host_bytes,
-        host_room_bytes=max(0, host_bytes - 2 * piece_bytes),
+        host_room_bytes=host_bytes - 2 * piece_bytes,
         piece_bytes=piece_bytes,
     )
 
 
 def find_host_bytes(room_bytes: int) -> int:
     """Return the smallest host with this much room for copies beside the staging buffer of the disk."""
-    host_bytes, larger = 0, room_bytes
+    host_bytes, larger = 0, room_bytes + count_least_host_bytes()
     while host_bytes < larger:
         host_bytes, larger = larger, room_bytes + 2 * count_piece_bytes(larger)
     return host_bytes

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from elbowroom.cost.transfers import count_least_host_bytes
 from elbowroom.errors import TraceError
 from elbowroom.ir.actions import Action, Offload, Recompute, Release, Wait
 from elbowroom.ir.buffers import Buffer
@@ -173,9 +174,11 @@ class PreparedTrace:
 
     def find_overflow(self, plan: Plan) -> Overflow | None:
         """Return the overflow for a plan's copies: `overflow`, or that of the smaller host that the plan uses."""
-        if plan.host_bytes is None or (self.host_bytes is not None and self.host_bytes <= plan.host_bytes):
+        if plan.host_bytes is None:
             return self.overflow
-        return find_overflow(self.costs, plan.host_bytes)
+        if self.host_bytes is not None and (self.overflow is None or self.host_bytes <= plan.host_bytes):
+            return self.overflow
+        return find_overflow(self.costs, max(plan.host_bytes, count_least_host_bytes()))
 
     def follow_state(self, plan: Plan) -> StateCopies:
         """Return where the copies of the model's state are under a plan, and what its moves cost in each step.

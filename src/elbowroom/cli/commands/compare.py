@@ -83,9 +83,7 @@ def compare_strategies(
 
     With --manages everything, strategies that cannot move the model's state keep it; bounds are for those that can.
     With --slices, budgets below the smallest for whole ops are planned in slices, and the bound is that of these
-    slices.
-
-    Ctrl-C shows the results so far.
+    slices. Ctrl-C shows the results so far.
     """
     from elbowroom.cli.pictures import check_picture
     from elbowroom.planner.comparison.strategies_compared import Comparison, even_out

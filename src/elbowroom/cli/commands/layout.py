@@ -71,14 +71,12 @@ def show_layout(
     with open_terminal(as_json) as terminal:
         check_picture(picture)
         check_writable(output, picture, inputs=(source, plan_file, costs_file))
+        _check_options(plan_file, hardware, costs_file, pinned)
         get(allocators, allocator, "assign")
         capacity_bytes = None if capacity is None else read_amount("--capacity", capacity)
         if plan_file is None:
-            check_belongs("--plan", hardware, costs_file)
             buffers = load_buffers(source, pinned)
         else:
-            if pinned:
-                raise UsageError("--pinned keeps the offsets of a table, and a plan has none: leave it out")
             buffers = list_planned(terminal, source, plan_file, hardware, costs_file)
         with terminal.progress(f"laying out {len(buffers)} buffers"):
             begin = time.perf_counter()
@@ -97,6 +95,18 @@ def show_layout(
             draw_layout(buffers, layout, title, picture, time_unit=time_unit, classes=classes)
             terminal.show_text(f"drawn into {picture}")
         terminal.write_document("layout", allocator=allocator, **describe(buffers, layout, seconds), pools=pools)
+
+
+def _check_options(plan_file: Path | None, hardware: str, costs_file: Path | None, is_pinned: bool) -> None:
+    """Check that each option means something.
+
+    Raises:
+        UsageError: names one that does not.
+    """
+    if plan_file is None:
+        check_belongs("--plan", hardware, costs_file)
+    elif is_pinned:
+        raise UsageError("--pinned keeps the offsets of a table, and a plan has none: leave it out")
 
 
 def load_buffers(source: Path, is_pinned: bool = False) -> tuple[Buffer, ...]:

@@ -27,6 +27,7 @@ from elbowroom.cli.rank_options import (
 from elbowroom.cli.rank_tables import show_ranks, show_scaling
 from elbowroom.cli.sources import (
     check_amount,
+    check_host_memory,
     find_costs_and_device,
     keep_all,
     load_plan,
@@ -157,6 +158,7 @@ def _forecast_device(
             forecast = _simulate_steps(prepared, budget_bytes, policy, steps, host_bytes, allocator)
         else:
             forecast = prepared.run(plan, allocator=allocator, placement=prepared.place(plan))
+            check_host_memory(forecast, host_bytes)
     report = summarize(
         budget_bytes=budget_bytes, journal=Journal(steps=()), trace=trace, costs=costs, plan=plan,
         policy=policy or "", forecast=forecast,

@@ -10,7 +10,7 @@ import typer
 
 from elbowroom._folders import check_writable
 from elbowroom.cli.parameters import CostsFile, Hardware, HostMemory, Json
-from elbowroom.cli.sources import read_host_memory
+from elbowroom.cli.sources import check_host_memory, read_host_memory
 from elbowroom.cli.step_files import StepFiles, load_step
 from elbowroom.cli.step_pages import BOUNDS, FrontRequest, make_page, write_bytes
 from elbowroom.cli.terminal import Terminal, open_terminal
@@ -56,8 +56,9 @@ def view(
     bounds: Annotated[
         int | None,
         typer.Option(
-            "--bounds", min=0, help=f"Budgets for which the page shows the lower bound of the step time; {BOUNDS} if "
-            "not given.",
+            "--bounds",
+            min=0,
+            help=f"Budgets for which the page shows the lower bound of the step time; {BOUNDS} if not given.",
         ),
     ] = None,
     plans: Annotated[
@@ -103,6 +104,7 @@ def _write(
         return make_page(terminal, step, host_bytes, request)
     prepared = PreparedTrace(step.trace, step.costs, host_bytes=host_bytes)
     planned = view_step(prepared, step.plan)
+    check_host_memory(planned.forecast, host_bytes)
     if written_format is Format.PERFETTO:
         return write_perfetto(planned, step.budget_bytes, step.activities)
     return write_snapshot(planned)
