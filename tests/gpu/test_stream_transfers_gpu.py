@@ -151,7 +151,7 @@ def test_whatever_comes_back_is_what_left(tmp_path: pathlib.Path, seed: int, max
     most = 2_000_000  # about a millisecond
     streams = DelayedStreams(cycles_up_to(most * (seed % 2), seed), cycles_up_to(most, seed + 1))
     host = HostSlabs(4 * max_bytes, max_bytes)
-    transfers = StreamTransfers(streams, host, SpillFile(tmp_path) if spills else None)
+    transfers = StreamTransfers(streams, host, SpillFile(tmp_path) if spills else None, staging_bytes=max_bytes)
     computing = Computing(streams, seed, most if seed % 3 else 0)
     Program(transfers, computing, seed, max_bytes).run(250)
     transfers.close()
