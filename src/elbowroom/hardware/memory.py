@@ -8,7 +8,7 @@ import os
 import torch
 
 from elbowroom.errors import UsageError
-from elbowroom.hardware.host_memory import count_host_bytes
+from elbowroom.tiers.host_memory import count_host_bytes
 from elbowroom.units import parse_bytes
 
 logger = logging.getLogger(__name__)

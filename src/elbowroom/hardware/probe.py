@@ -14,13 +14,13 @@ import torch
 
 from elbowroom._folders import find_temporary
 from elbowroom.errors import UsageError
-from elbowroom.hardware.host_memory import count_host_bytes
 from elbowroom.hardware.links import check_spill_folder, measure_device_link, measure_disk_link, name_file_system
 from elbowroom.hardware.rates import measure_hook, measure_op_latency, measure_rates
 from elbowroom.hardware.sizes import LINK_BLOCK_BYTES, Sizes, choose_sizes
 from elbowroom.ir.hardware import HardwareProfile, Link, Tier
 from elbowroom.ops.cpu_isa import find_isa
 from elbowroom.progress import Advance, announcing
+from elbowroom.tiers.host_memory import count_host_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ def open_transfers(device: torch.device, spill_folder: str | None, host_bytes: i
         UsageError: the spill folder is missing or not writable.
     """
     if device.type == "cuda":
-        from elbowroom.hardware.host_memory import count_free_bytes
         from elbowroom.runtime.stream_transfers import StreamTransfers
         from elbowroom.runtime.streams import CudaStreams
+        from elbowroom.tiers.host_memory import count_free_bytes
         from elbowroom.tiers.pinned import CudaPinning, HostSlabs
 
         # Pinned memory cannot be swapped: leave half of the free memory to the rest of the program.

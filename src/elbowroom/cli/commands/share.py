@@ -83,7 +83,7 @@ def share_device(
 
 
 def _read_memory(memory: str, device: str) -> int:
-    from elbowroom.hardware.host_memory import count_host_bytes
+    from elbowroom.tiers.host_memory import count_host_bytes
 
     try:
         return parse_bytes(memory, device_bytes=count_host_bytes() if device == "cpu" else None)
