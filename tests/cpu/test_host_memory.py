@@ -8,12 +8,11 @@ import psutil
 import pytest
 import torch
 
-from elbowroom.hardware import host_memory
 from elbowroom.hardware.memory import parse_budget
 from elbowroom.hardware.probe import list_capacities
 from elbowroom.runtime import factory, streams
 from elbowroom.runtime.stream_transfers import StreamTransfers
-from elbowroom.tiers import pinned
+from elbowroom.tiers import host_memory, pinned
 from tests.fake_streams import FakeStreams
 
 MIB = 1 << 20
