@@ -192,7 +192,7 @@ class StepModes:
             return
         entry = step.expected or entry
         record = self._metering.record(Mode.PLAIN, step.seconds, None, meter, "")
-        if not step.is_usual:
+        if not (step.is_usual and entry.planned.is_plain):  # one that needs a plan has not called the model
             return
         self._cache.record_hit(entry, step.calls)
         self._cache.calibrate_time(entry, record)
